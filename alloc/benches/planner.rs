@@ -1,11 +1,12 @@
-//! The planner beside common alternatives in the same run: greedy by size (as in TensorFlow Lite) and first fit in
-//! order of time. It runs over generated steps, and over the tables in the folders of `../shared/instances` if there
+//! Compares the planner with common alternatives in the same run: greedy by size (as in TensorFlow Lite) and first fit
+//! in order of time. The instances are generated steps, and the tables in the folders of `../shared/instances` if there
 //! are any.
 //!
-//! `cargo bench -p gapless-alloc --bench planner` prints one line per instance (height ÷ bound and milliseconds of
-//! each), then measures the planner on the steps that it plans quickly. Arguments select instances by name;
-//! `GAPLESS_INSTANCES` names another folder of them. Greedy by size is quadratic, so a dash replaces it where it would
-//! run for minutes. Both alternatives have a dash where buffers are pinned, since they don't support pins.
+//! `cargo bench -p gapless-alloc --bench planner` prints one line per instance, with the height ÷ bound and the
+//! milliseconds of each. It then measures the planner on the steps that it plans quickly. Arguments select instances by
+//! name; `GAPLESS_INSTANCES` names another folder of instances. Greedy by size is quadratic. Where it would run for
+//! minutes, a dash replaces its result. Both alternatives have a dash for instances with pins, which they don't
+//! support.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -17,7 +18,7 @@ use gapless_alloc::{Buffer, Options, Problem, check, csv, plan};
 struct Instance {
     name: String,
     problem: Problem,
-    /// The capacity that the file name gives, as minimalloc's do.
+    /// The capacity in the file name, if there is one, as in minimalloc's instances.
     capacity: Option<u64>,
 }
 
@@ -31,7 +32,7 @@ fn instances() -> Vec<Instance> {
         entries.filter_map(|entry| Some(entry.ok()?.path())).collect()
     };
     let families = entries(&root).into_iter();
-    // Another planner's figures lie in the same folders.
+    // The same folders contain figures of another planner, which are not tables.
     let is_table = |path: &PathBuf| gapless_testing::table_name(path).is_some_and(|name| name != "authors_planner");
     let mut paths: Vec<PathBuf> = families.flat_map(|family| entries(&family)).filter(is_table).collect();
     paths.sort();
@@ -74,7 +75,7 @@ fn generated() -> Vec<Instance> {
     ]
 }
 
-/// The same problem with every third buffer pinned at its offset in an earlier plan.
+/// The same problem, with every third buffer pinned at its offset in an earlier plan.
 fn pinned(instance: Instance) -> Instance {
     let offsets = plan(&instance.problem, &Options::default()).offsets;
     let place = |(k, (b, at)): (usize, (&Buffer, u64))| if k % 3 == 0 { b.clone().at(at) } else { b.clone() };
@@ -92,8 +93,8 @@ fn measure(run: impl FnOnce() -> u64) -> Measured {
     (height, start.elapsed())
 }
 
-/// Places the largest first, each at the lowest place that the others leave. Quadratic: returns `None` if that would
-/// take too long.
+/// Places the buffers by size, the largest first, each at the lowest offset that the earlier ones leave. The time is
+/// quadratic. Returns `None` if it would take too long.
 fn greedy_by_size(problem: &Problem) -> Option<Measured> {
     if problem.len() > 120_000 || has_pins(problem) {
         return None;
@@ -122,7 +123,7 @@ fn greedy_by_size(problem: &Problem) -> Option<Measured> {
     }))
 }
 
-/// Places buffers in order of birth, each at the lowest place that is free at that moment.
+/// Places buffers in order of birth, each at the lowest offset that is free at that moment.
 fn first_fit_by_time(problem: &Problem) -> Option<Measured> {
     if has_pins(problem) {
         return None;

@@ -47,7 +47,7 @@ fn place(path: &str) -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// The most memory that the process has used so far, if the system reports it.
+/// Describes the most memory that the process has used so far; it is `unknown` if the system does not report it.
 fn most_memory() -> String {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap_or("unknown");

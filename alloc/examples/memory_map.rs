@@ -1,8 +1,8 @@
 //! Draws a table of buffers: `cargo run -p gapless-alloc --example memory_map -- table.csv map.html`.
 //!
 //! The file ending selects the output: `.html`, `.svg`, or anything else for text. A table with an offset in every line
-//! is drawn as it is. Any other is planned first, around the offsets that it has. A table has no names, so every buffer
-//! is named after its id.
+//! is drawn as it is. Any other table is planned first, with the offsets that it has as pins. A table has no names, so
+//! every buffer is named after its id.
 
 use std::io::BufReader;
 

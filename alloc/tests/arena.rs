@@ -1,4 +1,5 @@
-//! Checks of the online arena: two checkers over the addresses it serves, and a slow reference of its placement.
+//! Checks of the online arena. Two checkers examine the addresses that it serves, and a slow reference implementation
+//! repeats its placement.
 
 use std::ops::Range;
 
@@ -42,13 +43,13 @@ fn steps() -> impl Strategy<Value = ArenaStep> {
 enum Sizes {
     Nothing,
     Most,
-    /// The bound ÷ n^0.6 for the n-th request, in an order that changes.
+    /// The n-th request has its bound ÷ n^0.6, in an order that changes.
     Zipf(u64),
-    /// The bound and nothing, in turns.
+    /// Requests have their bound and zero bytes in turns.
     Oscillating(u64),
-    /// One request has its bound, all others have nothing.
+    /// One request has its bound, all others have zero bytes.
     One(prop::sample::Index),
-    /// Shares of the bound.
+    /// Each request has this share of its bound.
     Any(Vec<f64>),
 }
 
@@ -84,7 +85,7 @@ impl ArenaStep {
         Arena::new(ArenaPlan::new(&self.problem, &self.offsets, self.requests.clone(), &options).unwrap())
     }
 
-    /// Runs a step and gives its addresses, static and dynamic, to both checkers.
+    /// Runs a step and passes all addresses, static and dynamic, to both checkers.
     fn run(&self, arena: &mut Arena, bytes: impl Fn(RequestId) -> u64) -> Rehearsal {
         let run = rehearse(arena, bytes);
         let limit = arena.plan().height();
@@ -138,7 +139,7 @@ generated! {
         }
     }
 
-    /// After growing to the factor that a step needed, the arena serves it, and the report continues.
+    /// After the arena has grown to the factor that a step needed, it serves that step, and the report continues.
     #[test]
     fn growing_by_the_reported_factor_serves_the_step(mut step in steps(), sizes in sizes(), reserve in 0..2000u64) {
         for request in &mut step.requests {
@@ -161,8 +162,8 @@ generated! {
         prop_assert_eq!(report.requests, 2 * before.requests);
     }
 
-    /// A request with a certain need always has room, whatever was offered to others. An offer within the factor always
-    /// has room, too.
+    /// A request with [`Need::Certain`] always has room, whatever was offered to other requests. An offer within the
+    /// factor always has room, too.
     #[test]
     fn offers_leave_room_for_certain_requests(
         mut step in steps(), rounds in prop::collection::vec(sizes(), 1..4), factor in 0.0..2.0f64,
@@ -191,8 +192,8 @@ generated! {
         }
     }
 
-    /// Requests that stay within the factor are served, whatever the others within it ask for. An overflow comes only
-    /// in a step in which some request exceeded it.
+    /// Requests within the factor are served, whatever other requests within the factor ask for. An overflow happens
+    /// only in a step in which some request has exceeded the factor.
     #[test]
     fn a_factor_is_a_promise(
         step in steps(), rounds in prop::collection::vec(sizes(), 1..4), factor in 0.0..3.0f64, scale in 0.0..=1.0f64,
@@ -227,7 +228,7 @@ generated! {
     }
 }
 
-/// The offset of every request, found by looking at every grain of memory each time.
+/// Reference implementation: finds the offset of every request by looking at every grain of memory each time.
 fn twin(step: &ArenaStep, plan: &ArenaPlan, sizes: &Sizes) -> Vec<Option<u64>> {
     let (grain, reserve) = (plan.grain(), plan.reserve());
     let length = |r: &Request| r.ticks.end - r.ticks.start;
@@ -272,7 +273,7 @@ fn twin(step: &ArenaStep, plan: &ArenaPlan, sizes: &Sizes) -> Vec<Option<u64>> {
     placed.into_iter().map(|at| at.map(|(at, _)| at)).collect()
 }
 
-/// The longest runs of numbers that are `wanted`.
+/// Returns the longest runs of numbers for which `wanted` is true.
 fn runs(within: Range<u64>, wanted: impl Fn(u64) -> bool) -> Vec<Range<u64>> {
     let mut runs: Vec<Range<u64>> = Vec::new();
     for n in within.filter(|&n| wanted(n)) {
@@ -314,8 +315,8 @@ fn an_overflow_names_all_that_helps() {
     );
 }
 
-/// This holds however much memory is idle, since nothing guarantees that the caller's tensors are larger than
-/// the bound.
+/// A request beyond its bound is refused even if memory is idle, since nothing guarantees that the caller's tensors are
+/// larger than the bound.
 #[test]
 fn no_request_is_served_beyond_its_bound() {
     let problem = Problem::new(vec![Buffer::new(0..1, 1 << 20)]).unwrap();

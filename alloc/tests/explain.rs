@@ -1,4 +1,5 @@
-//! Explanations, compared with the fewest changes found by exhaustion, and for steps too large for that.
+//! Explanations. On small problems, they are compared with the fewest changes found by exhaustion; larger steps are
+//! checked without.
 
 mod exhaustion;
 
@@ -13,8 +14,8 @@ fn within(capacity: u64) -> Options {
     Options { capacity: Some(capacity), ..Options::default() }
 }
 
-/// The least size of a set of changes that makes the problem fit. `offers` returns the changes of each buffer with
-/// their sizes; the first is no change.
+/// Returns the least size of a set of changes that makes the problem fit, or `None` if no set does. `offers` returns
+/// the possible changes of each buffer with their sizes. The first one is no change.
 fn least(problem: &Problem, capacity: u64, offers: impl Fn(BufferId) -> Vec<(u64, Option<Change>)>) -> Option<u64> {
     let offers: Vec<_> = problem.ids().map(offers).collect();
     let mut sets: Vec<(u64, Vec<Change>)> = vec![(0, Vec::new())];
@@ -81,13 +82,13 @@ generated! {
         };
         let least_freed = least(&problem, capacity, pauses);
         if let Some(free) = &explanation.free {
-            // One change can at most free the whole inside of a lifetime.
+            // One change can at most free a lifetime without its first and last tick.
             prop_assert!(least_freed.is_some_and(|least| free.at_least <= least && least <= free.size));
         }
     }
 }
 
-/// If a step exceeds its capacity by little, few changes suffice, and it is proven that they are the fewest.
+/// If a step exceeds its capacity by little, few changes suffice, and they are proven to be the fewest.
 #[test]
 fn remedies_of_steps_are_proven_smallest() {
     let base = SyntheticStep { layers: 2, persistent: true, ..SyntheticStep::default() };
@@ -99,7 +100,7 @@ fn remedies_of_steps_are_proven_smallest() {
     ] {
         let problem = step.problem().unwrap();
         let solution = plan(&problem, &Options::default());
-        // A multiple of the alignment, since buffers shrink in whole units.
+        // The capacity is a multiple of the alignment, since buffers shrink in whole units.
         let capacity = (solution.height / 100 * percent).next_multiple_of(64);
         let explanation = explain(&problem, &[], &solution, &within(capacity)).unwrap();
         assert!(explanation.leave_out.is_smallest(), "{step:?}: {:?}", explanation.leave_out);
@@ -109,7 +110,7 @@ fn remedies_of_steps_are_proven_smallest() {
     }
 }
 
-/// There is no plan at all here that an explanation could start from.
+/// No plan exists from which an explanation could start.
 #[test]
 fn what_no_address_space_holds_is_explained() {
     let problem = Problem::new(vec![Buffer::new(0..2, u64::MAX - 26).aligned(27)]).unwrap().forbid(27..37).unwrap();
@@ -118,7 +119,7 @@ fn what_no_address_space_holds_is_explained() {
     suffice(&problem, &explain(&problem, &[], &solution, &within(1 << 24)).unwrap());
 }
 
-/// The excess of two of the largest possible buffers exceeds a `u64`.
+/// The excess of two buffers of the largest possible size exceeds a `u64`.
 #[test]
 fn the_largest_changes_are_counted() {
     let problem = Problem::new(vec![Buffer::new(0..2, u64::MAX), Buffer::new(3..5, u64::MAX)]).unwrap();
@@ -127,7 +128,7 @@ fn the_largest_changes_are_counted() {
     suffice(&problem, &explanation);
 }
 
-/// However much is missing, the remedies suffice, and they are not much larger than the lower bound.
+/// Even for very small capacities, the remedies suffice, and they are not much larger than the lower bound.
 #[test]
 fn remedies_of_tight_capacities_suffice() {
     let problem = SyntheticStep::default().problem().unwrap();
@@ -141,8 +142,8 @@ fn remedies_of_tight_capacities_suffice() {
     }
 }
 
-/// Once the deadline has passed, nothing more is planned. The known remedies suffice, and the text says that there may
-/// be smaller ones.
+/// Once the deadline has passed, no more plans are made. The remedies found by then suffice, and the text says that
+/// there may be smaller ones.
 #[test]
 fn a_deadline_holds_for_explanations() {
     let step = SyntheticStep { layers: 2, persistent: true, ..SyntheticStep::default() };
@@ -158,7 +159,7 @@ fn a_deadline_holds_for_explanations() {
     left_out.sort_unstable();
     assert_eq!(left_out, above.collect::<Vec<_>>());
     assert_eq!((late.free, late.shrink.at_least), (None, solution.height - capacity));
-    // A deadline beyond what any clock can represent is none.
+    // A deadline beyond what any clock can represent counts as no deadline.
     let patient = Options { deadline: Some(Duration::MAX), ..within(capacity) };
     let patient = explain(&problem, &[], &solution, &patient).unwrap();
     assert!(!patient.cut_short && !patient.to_string().contains("the deadline passed"), "{patient}");

@@ -9,7 +9,7 @@ use gapless_testing::{evidence, open, table_name};
 fn each(family: &str, mut expect: impl FnMut(&str, csv::Table)) {
     for path in std::fs::read_dir(evidence(&format!("instances/{family}"))).unwrap().map(|entry| entry.unwrap().path())
     {
-        // Tables of 100,000 buffers are for benchmarks, and `authors_planner` has figures of another planner.
+        // Tables of 100,000 buffers are for benchmarks. `authors_planner` has figures of another planner.
         if let Some(name) = table_name(&path).filter(|name| !name.contains("100k") && *name != "authors_planner") {
             expect(name, csv::read(open(&path).unwrap()).unwrap());
         }
@@ -35,8 +35,9 @@ fn training_steps_meet_the_bound() {
     });
 }
 
-/// Layers recorded operation by operation, with three quarters of the default work. The interleaved step of 10^4
-/// buffers is full ten times, and a mask of one micro-batch is born before that of an earlier one has died.
+/// Layers recorded operation by operation, planned with three quarters of the default work. The interleaved step of
+/// 10^4 buffers has the most bytes alive at ten ticks. In it, the mask of one micro-batch is born before the mask of an
+/// earlier one has died.
 #[test]
 fn steps_of_operations_meet_the_bound() {
     each("stalloc", |name, table| {
@@ -47,9 +48,10 @@ fn steps_of_operations_meet_the_bound() {
     });
 }
 
-/// Steps of pipelines that are full once per micro-batch, with activations that are born before those of equal size
-/// have died. Two are small, with split backwards and statistics of a kilobyte or two in between; one has GPT layers in
-/// four chunks on one of eight stages. They get three quarters of the default work, as the compiler asks for.
+/// Steps of pipelines that are full once per micro-batch. Their activations are born before others of equal size have
+/// died. Two steps are small, with split backwards, and with statistics of one or two kilobytes between the
+/// activations. One has GPT layers in four chunks, on one of eight stages. All get three quarters of the default work,
+/// like the compiler's plans.
 #[test]
 fn steps_that_are_often_full_meet_the_bound() {
     for name in ["zb-h1", "v-min", "four-chunks"] {

@@ -1,4 +1,5 @@
-//! The planner against the checker, on generated problems of every family, and against exhaustion on tiny ones.
+//! The planner on generated problems of every family, compared with the checker, and on tiny problems compared with
+//! exhaustion.
 
 mod exhaustion;
 mod families;
@@ -12,7 +13,7 @@ use gapless_alloc::synthetic::{Order, SyntheticStep};
 use gapless_alloc::{Buffer, BufferId, Error, Fit, Options, Problem, Proof, Solution, StopReason, check, plan};
 use gapless_testing::prelude::*;
 
-/// So little work that hundreds of problems pass in seconds.
+/// Options with so little work that hundreds of problems are planned in seconds.
 fn options() -> Options {
     Options { work: 300_000, ..Options::default() }
 }
@@ -46,7 +47,8 @@ generated! {
         planned(&Problem::new(list).unwrap(), &options());
     }
 
-    /// A buffer that ends when it starts, or before, is refused by name, and no other is.
+    /// If a buffer ends when it starts, or before, the problem is refused with an error that names this buffer. No
+    /// other problem is refused.
     #[test]
     fn empty_lifetimes_are_refused(
         list in prop::collection::vec((0..20u64, 0..6u64, prop::bool::weighted(0.02), often_none(1..99u64)), 0..30),
@@ -92,8 +94,8 @@ generated! {
         prop_assert!(may_miss || solution.proof == Proof::MaxLive, "{:?}", solution.proof);
     }
 
-    /// There is a plan however little may be spent, and however many parts come after the one that it was
-    /// spent on.
+    /// Every part gets a plan, however small the budget is, and however many parts come after the one on which it was
+    /// spent.
     #[test]
     fn any_budget_gives_a_plan(
         list in prop_oneof![
@@ -112,7 +114,7 @@ generated! {
         planned(&Problem::new(list).unwrap(), &Options { work, ..Options::default() });
     }
 
-    /// Near the end of the address space there may be no plan, but never a wrong one, and no overflow.
+    /// Near the end of the address space there may be no plan. A wrong plan or an arithmetic overflow must not occur.
     #[test]
     fn huge_sizes_are_planned_or_refused(
         list in prop_oneof![buffers(12, 6, (u64::MAX / 4)..=u64::MAX), buffers(12, 6, near_powers(64))],
@@ -132,7 +134,7 @@ generated! {
         }
     }
 
-    /// More live bytes than there are addresses are refused, with a tick at which they are alive.
+    /// If more bytes are alive than there are addresses, the problem is refused with a tick at which this happens.
     #[test]
     fn too_much_is_refused_where_it_is_alive(list in buffers(6, 6, near_powers(64))) {
         let alive = |tick: u64| -> u128 {
@@ -173,7 +175,8 @@ generated! {
     ) {
         if let Some(problem) = constrained(list, &pins, &fences).and_then(|problem| with_groups(problem, &groups)) {
             let solution = plan(&problem, &options());
-            // A group may be where only a pin could put it. Then there is no plan, and none is returned.
+            // The pins and forbidden ranges may rule out every place of a group. Then there is no plan, and no offsets
+            // are returned.
             if !solution.offsets.is_empty() {
                 planned(&problem, &options());
             }
@@ -201,7 +204,8 @@ generated! {
         }
     }
 
-    /// Staircases are compared with the height that exhaustion finds: no claim is wrong, and the lowest plan is found.
+    /// Problems with ragged groups are compared with the height that exhaustion finds. No claim may be wrong, and the
+    /// lowest plan must be found.
     #[test]
     fn tiny_groups_are_solved(
         list in prop::collection::vec((lifetimes(4), prop_oneof![1 => Just(0), 3 => 1..4u64]), 2..6),
@@ -226,7 +230,7 @@ generated! {
     }
 }
 
-/// Returns `None` if the constraints contradict each other at once.
+/// Creates a problem with these constraints. Returns `None` if the constraints contradict each other directly.
 fn constrained(mut list: Vec<Buffer>, pins: &[(prop::sample::Index, u64)], fences: &[(u64, u64)]) -> Option<Problem> {
     for &(index, at) in if list.is_empty() { &[] } else { pins } {
         let b = index.get(&list).clone();
@@ -237,7 +241,8 @@ fn constrained(mut list: Vec<Buffer>, pins: &[(prop::sample::Index, u64)], fence
     fences.iter().try_fold(problem, |problem, &(start, bytes)| problem.forbid(start..start + bytes).ok())
 }
 
-/// Steps whose planning uses random choices: one that meets its bound, and one that (so far) spends all its work.
+/// Two steps whose planning uses random choices. One plan meets its bound; the other planning run (so far) spends all
+/// its work.
 #[test]
 fn chance_does_not_depend_on_threads() {
     for stages in [1, 2] {
@@ -253,7 +258,7 @@ fn chance_does_not_depend_on_threads() {
 }
 
 /// These steps are full to the byte once per layer, with a forward and a backward in turns. Only a search that tries
-/// many ways from one full tick to the next gets to the end.
+/// many layouts between one full tick and the next finds a plan.
 #[test]
 fn a_step_that_is_full_once_per_layer_meets_the_bound() {
     for (layers, stages, micro_batches) in [(3, 2, 8), (4, 2, 8), (6, 2, 8), (4, 3, 8), (4, 4, 12), (8, 4, 12)] {
@@ -264,7 +269,7 @@ fn a_step_that_is_full_once_per_layer_meets_the_bound() {
     }
 }
 
-/// Small steps meet the bound before a search has spent much in vain.
+/// Plans of small steps meet the bound before a search has spent much work in vain.
 #[test]
 fn a_small_step_that_is_full_once_per_layer_costs_little() {
     for (layers, stages, micro_batches) in [(4, 2, 8), (5, 2, 8), (4, 3, 8), (4, 4, 12), (8, 4, 12)] {
@@ -281,13 +286,13 @@ fn a_capacity_gets_a_verdict() {
     let at = |capacity| plan(&problem, &Options { capacity: Some(capacity), ..Options::default() });
     assert_eq!((at(20).fit, at(20).stop_reason), (Fit::Fits, StopReason::Proven));
     assert_eq!(at(19).fit, Fit::Impossible);
-    // The pin makes 20 bytes impossible, though no tick holds more than 20.
+    // The pin rules out a height of 20 bytes, although at most 20 bytes are alive at any tick.
     let pinned = Problem::new(vec![Buffer::new(0..2, 10).at(5), Buffer::new(1..3, 10)]).unwrap();
     let solution = plan(&pinned, &Options { capacity: Some(20), ..Options::default() });
     assert_eq!((solution.fit, solution.height, solution.lower_bound), (Fit::Impossible, 25, 20));
 }
 
-/// An unchanged problem keeps every address. One more buffer moves few of them and costs no height.
+/// An unchanged problem keeps every address. An additional buffer moves few of the others and costs no height.
 #[test]
 fn a_warm_start_keeps_addresses() {
     let problem = SyntheticStep { micro_batches: 6, ..SyntheticStep::default() }.problem().unwrap();
@@ -306,7 +311,7 @@ fn a_warm_start_keeps_addresses() {
     assert!(solution.stats.kept > problem.len() / 2, "kept {} of {}", solution.stats.kept, problem.len());
 }
 
-/// Keeping addresses does not get around a deadline.
+/// Planning with earlier addresses keeps to the deadline, too.
 #[test]
 fn a_warm_start_keeps_the_deadline() {
     let problem = SyntheticStep { micro_batches: 6, ..SyntheticStep::default() }.problem().unwrap();
@@ -319,7 +324,7 @@ fn a_warm_start_keeps_the_deadline() {
     assert!(patient.stats.work > 2 * warm.stats.work, "{} and {}", patient.stats.work, warm.stats.work);
 }
 
-/// The members of a group, and whether their order is free.
+/// The members of a group, and whether the planner chooses their order.
 type Grouped = (Vec<u32>, bool);
 
 fn with_groups(problem: Problem, groups: &[Grouped]) -> Option<Problem> {
@@ -339,7 +344,7 @@ fn groups_lie_together() {
     }
 }
 
-/// The middle one of three members is short-lived, and a later buffer takes the bytes that it leaves.
+/// The middle one of three members is short-lived. A later buffer takes the bytes that this member leaves.
 #[test]
 fn short_lived_members_leave_their_bytes_to_others() {
     let list = vec![Buffer::new(0..4, 8), Buffer::new(0..2, 8), Buffer::new(0..4, 8), Buffer::new(2..4, 8)];
@@ -349,7 +354,7 @@ fn short_lived_members_leave_their_bytes_to_others() {
     }
 }
 
-/// The given order would need an address between 8 and 12; another order doesn't.
+/// The given order of members would need an address between 8 and 12; another order doesn't.
 #[test]
 fn an_order_is_chosen_that_alignments_allow() {
     let list = vec![Buffer::new(0..2, 4), Buffer::new(0..2, 8).aligned(8), Buffer::new(0..2, 4)];
@@ -361,7 +366,7 @@ fn an_order_is_chosen_that_alignments_allow() {
     assert!(error.to_string().contains("misses its alignment"), "{error}");
 }
 
-/// A buffer without bytes also stays where it is pinned, and with its group.
+/// A buffer of zero bytes also stays where it is pinned, and with its group.
 #[test]
 fn empty_buffers_stay_at_their_pins() {
     let list =
@@ -372,7 +377,7 @@ fn empty_buffers_stay_at_their_pins() {
     }
 }
 
-/// Groups keep their places from an earlier plan if that costs no height.
+/// Groups keep their addresses from an earlier plan if that costs no height.
 #[test]
 fn a_warm_start_keeps_groups() {
     let list: Vec<Buffer> = (0..30).map(|k| Buffer::new(k..k + 4 + k % 3, 64 * (k % 5 + 1)).aligned(64)).collect();
@@ -384,7 +389,7 @@ fn a_warm_start_keeps_groups() {
     assert_eq!((warm.height, warm.stats.kept), (cold.height, problem.len()));
 }
 
-/// The group's other member ends up on a forbidden range, so there is no plan, and none is returned.
+/// The pin would put the group's other member onto a forbidden range. So there is no plan, and no offsets are returned.
 #[test]
 fn pins_that_contradict_each_other_give_no_plan() {
     let list = vec![Buffer::new(0..1, 52).at(18), Buffer::new(0..1, 20), Buffer::new(0..1, 1)];

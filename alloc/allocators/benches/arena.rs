@@ -1,4 +1,5 @@
-//! The cost of a request and its release, compared with a model of PyTorch's caching allocator in the same run.
+//! Measures the cost of a request and its release, and compares it with a model of PyTorch's caching allocator in the
+//! same run.
 //!
 //! `cargo bench -p gapless-allocators --bench arena`
 
@@ -13,7 +14,7 @@ use gapless_alloc::{Options, plan};
 use gapless_allocators::{Allocator, Block, Device, PyTorch, PyTorchOptions, Stream};
 use moe_step::{MoeStep, Routing};
 
-/// A request or a release, at a tick.
+/// A request or a release: its tick, whether it is a request, and the id.
 type Event = (u64, bool, RequestId);
 
 fn serve(arena: &mut Arena, events: &[Event], bytes: &[u64]) {

@@ -1,15 +1,15 @@
-//! The interface of allocators: blocks for requests, and statistics of what serving them cost.
+//! The interface of allocators: blocks for requests, and statistics of the memory and driver calls that these cost.
 
 use std::fmt;
 
 use crate::DriverCalls;
 
-/// A queue of device work. A block freed on a stream is reused on that stream only.
+/// A queue of device work. A block that was freed on a stream is reused on that stream only.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Stream(pub u32);
 
-/// Memory handed out by an [`Allocator`]. It cannot be copied, so it cannot be freed twice; it must go back to the
-/// allocator that it came from.
+/// Memory handed out by an [`Allocator`]. A block cannot be copied, so it cannot be freed twice. It must be returned to
+/// the allocator that it came from.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Block {
     pub(crate) address: u64,
@@ -18,7 +18,7 @@ pub struct Block {
 }
 
 impl Block {
-    /// A block for allocators outside of this crate: so many bytes at this address.
+    /// Creates a block of `bytes` bytes at `address`, for allocators outside of this crate.
     pub fn new(address: u64, bytes: u64) -> Self {
         Self { address, bytes, slot: 0 }
     }
@@ -28,7 +28,7 @@ impl Block {
         self.address
     }
 
-    /// Size in bytes: at least what was asked for.
+    /// Size in bytes, which may exceed the requested size.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
@@ -72,7 +72,7 @@ impl Gauge {
         self.peak = self.peak.max(self.current);
     }
 
-    /// Takes from the current value.
+    /// Subtracts from the current value.
     pub fn fall(&mut self, by: u64) {
         self.current = self.current.checked_sub(by).expect("what falls has risen before");
     }
@@ -81,17 +81,17 @@ impl Gauge {
 /// The activity of an allocator so far.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Statistics {
-    /// Bytes of blocks held by the program, as the allocator rounds them.
+    /// Bytes of the blocks that the program holds, as the allocator rounds them.
     pub allocated: Gauge,
     /// Bytes taken from the device.
     pub reserved: Gauge,
     /// Current number of contiguous ranges of reserved memory.
     pub segments: u64,
-    /// Number of times that the allocator got memory from the device. Growing a mapped range counts once.
+    /// Number of times that the allocator took memory from the device. Growing a mapped range counts once.
     pub device_allocations: u64,
-    /// Number of times that it gave memory back.
+    /// Number of times that the allocator returned memory to the device.
     pub device_frees: u64,
-    /// Requests that were served only after cached memory went back to the device.
+    /// Requests that were served only after cached memory was returned to the device.
     pub retries: u64,
     /// Driver calls by kind.
     pub driver: DriverCalls,
@@ -111,11 +111,11 @@ pub struct Extent {
     pub address: u64,
     /// Size in bytes.
     pub bytes: u64,
-    /// Whether the program holds it; otherwise it is a hole.
+    /// True if the program holds this memory; otherwise it is a hole.
     pub in_use: bool,
 }
 
-/// The extents of one range. The `used` pieces (disjoint, by ascending address) are in use, the rest is holes.
+/// The extents of one range. The `used` pieces (disjoint, by ascending address) are in use, and the rest are holes.
 pub(crate) fn with_holes(start: u64, bytes: u64, used: impl Iterator<Item = (u64, u64)>) -> Vec<Extent> {
     let mut extents = Vec::new();
     let mut floor = start;
@@ -134,29 +134,30 @@ pub(crate) fn with_holes(start: u64, bytes: u64, used: impl Iterator<Item = (u64
 
 /// Serves requests for memory out of a modelled device.
 pub trait Allocator: fmt::Debug {
-    /// The name in tables: lower case, words joined by a dash.
+    /// The name of the allocator in tables: lower case, words joined by a dash.
     fn name(&self) -> &'static str;
 
     /// Serves a request of at least one byte.
     ///
     /// # Errors
-    /// Returns [`OutOfMemory`] if the device cannot hold it, after freeing everything that the allocator would free.
+    /// Returns [`OutOfMemory`] if the device cannot hold the block, even after the allocator has returned all memory
+    /// that it can.
     fn allocate(&mut self, bytes: u64, stream: Stream) -> Result<Block, OutOfMemory>;
 
     /// Takes a block back.
     ///
     /// # Panics
-    /// Panics if the block came from another allocator, which is an error of the caller's own code.
+    /// Panics if the block came from another allocator, which is an error in the caller's own code.
     fn free(&mut self, block: Block);
 
     /// Records that `stream` uses a block that belongs to another stream. After [`free`](Self::free), the block is not
     /// reused until [`synchronize`](Self::synchronize). Allocators without streams ignore this.
     fn record_use(&mut self, _block: &Block, _stream: Stream) {}
 
-    /// Reports that all work queued on `stream` so far is done.
+    /// Reports that all work queued on `stream` so far has finished.
     fn synchronize(&mut self, _stream: Stream) {}
 
-    /// Statistics of everything so far.
+    /// Returns the statistics of everything so far.
     fn statistics(&self) -> Statistics;
 
     /// All reserved memory, by ascending address.

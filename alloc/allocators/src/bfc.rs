@@ -1,9 +1,9 @@
-//! TensorFlow's best-fit allocator with coalescing (`bfc_allocator.cc`), as its GPU device sets it up.
+//! TensorFlow's best-fit allocator with coalescing (`bfc_allocator.cc`), with the settings of TensorFlow's GPU device.
 //!
 //! Requests are rounded to 256 bytes and served by the smallest free chunk that fits. The rest of the chunk is split
 //! off only if the chunk is at least twice the request, or 128 MiB larger. Regions come from the device in sizes that
-//! double from 2 MiB, or as one region without growth. Free chunks are joined within their region. If nothing fits and
-//! the limit is reached, regions that are entirely free go back to the device, and one more region is tried.
+//! double from 2 MiB, or as one region if growth is off. Free chunks are joined within their region. If nothing fits
+//! and the limit is reached, regions that are entirely free are returned to the device, and one more region is tried.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -13,16 +13,16 @@ const GRAIN: u64 = 256;
 const FIRST_REGION: u64 = 2 << 20;
 const LARGEST_WASTE: u64 = 128 << 20;
 
-/// TensorFlow's BFC allocator. It has no notion of streams.
+/// TensorFlow's BFC allocator. It ignores streams.
 #[derive(Debug)]
 pub struct Bfc {
     device: Device,
-    /// Most bytes that it may reserve.
+    /// Most bytes that the allocator may reserve.
     limit: u64,
     next_region: u64,
     /// Bytes of each region, by first address.
     regions: BTreeMap<u64, u64>,
-    /// All chunks by address; those of one region are adjacent.
+    /// All chunks by address. The chunks of one region are adjacent.
     chunks: BTreeMap<u64, Chunk>,
     /// Free chunks by size, then address.
     free: BTreeSet<(u64, u64)>,
@@ -43,7 +43,7 @@ impl Bfc {
         Self::new(device, round_up(limit.min(FIRST_REGION)).unwrap_or(limit))
     }
 
-    /// An allocator that takes the whole device at the first request, TensorFlow's default.
+    /// An allocator that takes the whole device at the first request, which is TensorFlow's default.
     pub fn whole_device(device: Device) -> Self {
         let first = device.capacity() / GRAIN * GRAIN;
         Self::new(device, first)
@@ -76,7 +76,7 @@ impl Bfc {
         Some(address)
     }
 
-    /// Gets one more region that can hold `bytes`. Returns false if the device does not have it.
+    /// Takes one more region from the device that can hold `bytes`. Returns false if the device does not have it.
     fn extend(&mut self, bytes: u64) -> bool {
         let available = (self.limit - self.statistics.reserved.current) / GRAIN * GRAIN;
         if bytes > available {
@@ -100,7 +100,8 @@ impl Bfc {
         true
     }
 
-    /// Gives all regions that are entirely free back, if that can make room for `bytes`. Returns whether it did.
+    /// Returns all regions that are entirely free to the device, if that can make room for `bytes`. Returns true if it
+    /// did.
     fn release_free_regions(&mut self, bytes: u64) -> bool {
         let unused = |(&address, &size): (&u64, &u64)| {
             let first = self.chunks[&address];
@@ -212,10 +213,10 @@ mod tests {
             assert_eq!((allocator.reserved(), allocator.segments()), (reserved, regions), "{requests:?}");
         };
         check(&[1], 2 * MIB, 1);
-        check(&[2 * MIB, 1], 6 * MIB, 2); // the second region is twice the first
-        check(&[3 * MIB, 4 * MIB], 8 * MIB, 2); // the first is already doubled to hold its request, the next is not
+        check(&[2 * MIB, 1], 6 * MIB, 2); // the second region is twice as large as the first
+        check(&[3 * MIB, 4 * MIB], 8 * MIB, 2); // the first region is already doubled to hold its request, the second is not
         check(&[600 * MIB], 1024 * MIB, 1);
-        check(&[300 * MIB, 300 * MIB], 1024 * MIB, 2); // 512 MiB twice
+        check(&[300 * MIB, 300 * MIB], 1024 * MIB, 2); // two regions of 512 MiB
     }
 
     #[test]

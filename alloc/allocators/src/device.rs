@@ -1,10 +1,10 @@
-//! A device as allocators see it: a capacity, addresses, and a driver whose calls are counted.
+//! A device as allocators use it: a capacity, addresses, and a driver whose calls are counted.
 //!
 //! In: an allocator's driver calls. Out: addresses, or a refusal when no bytes are left. Never: the same address twice.
 //! A program that has used 2^64 addresses is out of memory.
 
-/// Driver calls by kind. Each is one call on NVIDIA devices: `cudaMalloc`, `cudaFree`, `cuMemAddressReserve`,
-/// `cuMemCreate`, `cuMemRelease`, `cuMemMap`, `cuMemUnmap`.
+/// Driver calls by kind. On NVIDIA devices, each counts one of `cudaMalloc`, `cudaFree`, `cuMemAddressReserve`,
+/// `cuMemCreate`, `cuMemRelease`, `cuMemMap` and `cuMemUnmap`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[allow(missing_docs, reason = "named in the type's own words")]
 pub struct DriverCalls {
@@ -25,7 +25,7 @@ impl DriverCalls {
     }
 }
 
-/// Physical memory of a given size, and an address space of which nothing is reused.
+/// Physical memory of a given size, and an address space. Addresses are never reused.
 #[derive(Debug, Clone)]
 pub struct Device {
     capacity: u64,
@@ -35,10 +35,10 @@ pub struct Device {
 }
 
 impl Device {
-    /// Larger devices behave as if they had this size, so that addresses last long enough.
+    /// The largest capacity. Larger devices behave as if they had this size, so that there are always enough addresses.
     pub const LARGEST: u64 = 1 << 48;
 
-    /// 80 GiB, the size of the device that the recordings were made on.
+    /// 80 GiB, the size of the device on which the recordings were made.
     pub const DEFAULT_CAPACITY: u64 = 80 << 30;
 
     /// An empty device of `capacity` bytes.
@@ -46,7 +46,7 @@ impl Device {
         Self { capacity: capacity.min(Self::LARGEST), used: 0, next_address: 1 << 40, calls: DriverCalls::default() }
     }
 
-    /// Its size in bytes.
+    /// Size of the device in bytes.
     pub fn capacity(&self) -> u64 {
         self.capacity
     }
@@ -61,7 +61,8 @@ impl Device {
         self.calls
     }
 
-    /// Allocates mapped memory in one call; returns `None` if the device has too few bytes left.
+    /// Allocates mapped memory in one call and returns its address. Returns `None` if the device has too few bytes
+    /// left.
     pub(super) fn malloc(&mut self, bytes: u64) -> Option<u64> {
         self.calls.mallocs += 1;
         if bytes > self.free_bytes() {
@@ -78,14 +79,14 @@ impl Device {
         self.used -= bytes;
     }
 
-    /// Reserves address space without memory; returns `None` if no addresses are left.
+    /// Reserves address space without memory and returns its address. Returns `None` if no addresses are left.
     pub(super) fn reserve(&mut self, bytes: u64) -> Option<u64> {
         self.calls.reserves += 1;
         self.addresses(bytes)
     }
 
-    /// Creates `count` pieces of physical memory of `bytes` each and maps them one after another. Returns false if they
-    /// do not all fit. The pieces created before the refusal are then released again, and all calls are counted.
+    /// Creates `count` pieces of physical memory of `bytes` each and maps them one after another. If they do not all
+    /// fit, releases the pieces created so far and returns false. All calls are counted in either case.
     pub(super) fn create_and_map(&mut self, count: u64, bytes: u64) -> bool {
         let there = count.min(self.free_bytes() / bytes);
         if there < count {
@@ -106,7 +107,8 @@ impl Device {
         self.used -= count * bytes;
     }
 
-    /// Maps `count` pieces of physical memory a second time, at a new range of addresses.
+    /// Maps `count` pieces of physical memory a second time, at a new range of addresses, which it returns. Returns
+    /// `None` if no addresses are left.
     pub(super) fn stitch(&mut self, count: u64, bytes: u64) -> Option<u64> {
         self.calls.maps += count;
         self.reserve(count * bytes)
@@ -120,7 +122,7 @@ impl Device {
     fn addresses(&mut self, bytes: u64) -> Option<u64> {
         const PAGE: u64 = 2 << 20;
         let address = self.next_address;
-        // A page between two ranges keeps segments apart, so that no two look like one.
+        // A page between two ranges keeps segments apart, so that two segments never look like one.
         self.next_address = bytes.checked_next_multiple_of(PAGE)?.checked_add(PAGE)?.checked_add(address)?;
         Some(address)
     }

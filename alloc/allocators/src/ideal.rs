@@ -1,15 +1,14 @@
-//! The lower end of the comparison: an allocator that reserves exactly the live bytes, as if memory could be moved for
-//! free.
+//! The lower end of the comparison: an allocator that reserves exactly the live bytes, as if moving memory were free.
 
 use std::collections::BTreeMap;
 
 use crate::{Allocator, Block, Extent, OutOfMemory, Statistics, Stream};
 
-/// The max-live bound as an allocator; none can reserve less.
+/// The max-live bound as an allocator. No allocator can reserve less.
 #[derive(Debug)]
 pub struct Ideal {
     capacity: u64,
-    /// Live blocks in order of birth, which are always drawn without a gap.
+    /// Live blocks in order of birth. Pictures show them without gaps.
     live: BTreeMap<u32, u64>,
     next: u32,
     statistics: Statistics,

@@ -60,19 +60,20 @@ impl Kind {
         }
     }
 
-    /// True if it gives cached memory back before it fails, so that it may complete on a device smaller than what it
-    /// reserves elsewhere.
+    /// True if the allocator returns cached memory to the device before it fails. Such an allocator may complete on a
+    /// device that is smaller than the memory it reserves on a large one.
     pub fn is_elastic(self) -> bool {
         matches!(self, Self::PyTorch | Self::PyTorchExpandable | Self::GmLake | Self::Bfc)
     }
 
-    /// Builds the allocator on an empty device of `capacity` bytes, ready for `requests`. Allocators with a plan make
-    /// it here.
+    /// Builds the allocator on an empty device of `capacity` bytes, ready for `requests`. If the allocator needs a
+    /// plan, the plan is made here.
     pub fn build(self, capacity: u64, problem: &Problem, requests: &Requests) -> Box<dyn Allocator> {
         self.build_with(capacity, problem, requests, &PyTorchOptions::default())
     }
 
-    /// Like [`build`](Self::build), with options for PyTorch's two kinds. The kind decides whether segments expand.
+    /// Like [`build`](Self::build), with options for the two kinds of PyTorch's allocator. Only the kind decides
+    /// whether segments expand.
     pub fn build_with(
         self,
         capacity: u64,

@@ -1,7 +1,7 @@
-//! One driver call per tensor and one more when it dies, as in frameworks without an allocator of their own.
+//! One driver call per tensor and one more when the tensor dies, as in frameworks without an allocator of their own.
 //!
-//! It reserves what is live, rounded to 512 bytes, and costs driver calls: each is a round trip, and a free waits for
-//! the device. How a driver packs small requests into its pages is not modelled.
+//! This allocator reserves only the live bytes, rounded to 512 bytes, but each driver call is a round trip, and each
+//! free waits for the device. How a driver packs small requests into its pages is not modelled.
 
 use std::collections::BTreeMap;
 

@@ -1,7 +1,7 @@
 //! gapless in the comparison: the step is planned beforehand, and requests are served by looking up offsets.
 //!
-//! It serves only the requests that it planned for, in their order, from one arena of the plan's height, which it takes
-//! from the device once. Any other request is refused.
+//! The allocator serves only the planned requests, in their order. It serves them from one arena of the plan's height,
+//! which it takes from the device once. Any other request is refused.
 
 use gapless_alloc::{BufferId, Options, Problem, Solution, check, plan};
 
@@ -12,26 +12,26 @@ use crate::{Request, Requests};
 #[derive(Debug)]
 pub struct Planned {
     device: Device,
-    /// Offset and bytes of every request in order: the persistent ones first, then those of a step.
+    /// Offset and bytes of every request, in order: first the persistent buffers, then those of a step.
     offsets: Vec<(u64, u64)>,
     persistent: usize,
     next: usize,
     /// First byte of the arena, once it has been taken.
     arena: Option<u64>,
     height: u64,
-    /// By slot, whether it is in use.
+    /// For each slot, true if it is in use.
     live: Vec<bool>,
     statistics: Statistics,
 }
 
 impl Planned {
-    /// Plans `problem` and prepares for its requests.
+    /// Plans `problem` and prepares to serve its requests.
     pub fn new(device: Device, problem: &Problem, requests: &Requests) -> Self {
         Self::with_plan(device, problem, requests, &plan(problem, &Options::default()))
     }
 
-    /// Prepares for the requests of `problem` with an existing plan. If the plan has no offsets, because the planner
-    /// found none, every request is refused.
+    /// Prepares to serve the requests of `problem` with an existing plan. If the plan has no offsets, because the
+    /// planner found none, every request is refused.
     ///
     /// # Panics
     /// Panics if the checker rejects the plan.
@@ -78,7 +78,7 @@ impl Allocator for Planned {
             }
         };
         if self.next == self.offsets.len() {
-            // The step starts again; persistent buffers stay.
+            // The step starts again. Persistent buffers stay allocated.
             self.next = self.persistent;
         }
         let slot = self.next;

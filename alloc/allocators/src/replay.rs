@@ -1,7 +1,8 @@
 //! Replays a lifetime table through an allocator.
 //!
-//! In: a [`Problem`], turned into the requests of a program that repeats its step. Out: a [`Report`] of what the
-//! allocator reserved and called. Never: a look ahead; the allocator sees one request after another.
+//! In: a [`Problem`], turned into the requests of a program that repeats its step. Out: a [`Report`] of the memory that
+//! the allocator reserved and the driver calls that it made. The allocator gets one request after another, without
+//! looking ahead.
 
 use std::time::{Duration, Instant};
 
@@ -20,9 +21,9 @@ pub enum Request {
 
 /// A lifetime table as an ordered list of requests.
 ///
-/// Buffers alive over the whole table are persistent: they are allocated once, first and in file order. The others are
-/// requested again in every iteration, in tick order; at one tick frees come before allocations, then file order
-/// counts. Buffers of zero bytes are left out.
+/// Buffers that are alive over the whole table are persistent. They are allocated once, at the start and in the order
+/// of the file. All others are requested again in every iteration, in order of their ticks. At one tick, frees come
+/// before allocations; apart from that, the order of the file counts. Buffers of zero bytes are left out.
 #[derive(Debug, Clone)]
 pub struct Requests {
     bytes: Vec<u64>,
@@ -34,7 +35,7 @@ pub struct Requests {
 }
 
 impl Requests {
-    /// Puts the births and deaths of a table in order.
+    /// Orders the births and deaths of a table.
     pub fn new(problem: &Problem) -> Self {
         let buffers = problem.buffers();
         let start = buffers.iter().map(|b| b.lifetime.start).min().unwrap_or(0);
@@ -65,7 +66,7 @@ impl Requests {
         Self { streams, ..self }
     }
 
-    /// The stream that a buffer is allocated on.
+    /// The stream on which a buffer is allocated.
     pub fn stream(&self, id: BufferId) -> Stream {
         self.streams.get(id.index()).copied().unwrap_or_default()
     }
@@ -80,12 +81,12 @@ impl Requests {
         &self.persistent
     }
 
-    /// The requests of every iteration.
+    /// The requests that every iteration makes.
     pub fn step(&self) -> &[Request] {
         &self.step
     }
 
-    /// The most bytes alive at once. A smaller device cannot hold them.
+    /// The most bytes alive at once. A device smaller than this cannot hold them.
     pub fn peak_live(&self) -> u64 {
         self.peak_live
     }
@@ -103,9 +104,9 @@ pub struct Report {
     pub allocator: &'static str,
     /// The allocator's statistics at the end.
     pub statistics: Statistics,
-    /// Number of requests served, allocations and frees.
+    /// Number of requests served, which are allocations and frees.
     pub requests: u64,
-    /// Time that serving took on this machine, without any time of the device.
+    /// Time that serving the requests took on this machine. Device time is not included.
     pub time: Duration,
 }
 
@@ -120,21 +121,21 @@ impl Report {
         self.statistics.reserved.peak
     }
 
-    /// Allocated ÷ reserved, at their peaks; 1 when nothing was reserved.
+    /// Peak of allocated bytes ÷ peak of reserved bytes; 1 if nothing was reserved.
     pub fn memory_efficiency(&self) -> f64 {
         if self.peak_reserved() == 0 { 1.0 } else { self.peak_allocated() as f64 / self.peak_reserved() as f64 }
     }
 
-    /// 1 − allocated ÷ reserved (STAlloc's definition).
+    /// 1 − memory efficiency, which is STAlloc's definition of fragmentation.
     pub fn fragmentation(&self) -> f64 {
         1.0 - self.memory_efficiency()
     }
 }
 
-/// Serves `requests` from `allocator`: the persistent buffers, then the step, `iterations` times.
+/// Serves `requests` from `allocator`: the persistent buffers once, then the step `iterations` times.
 ///
 /// # Errors
-/// Returns the first request that the allocator could not serve.
+/// Returns the error of the first request that the allocator could not serve.
 pub fn replay(requests: &Requests, allocator: &mut dyn Allocator, iterations: u64) -> Result<Report, OutOfMemory> {
     replay_observed(requests, allocator, iterations, |_, _| {})
 }
@@ -142,7 +143,7 @@ pub fn replay(requests: &Requests, allocator: &mut dyn Allocator, iterations: u6
 /// Like [`replay`], but calls `observe(requests served, allocator)` after each request.
 ///
 /// # Errors
-/// Returns the first request that the allocator could not serve.
+/// Returns the error of the first request that the allocator could not serve.
 pub fn replay_observed(
     requests: &Requests,
     allocator: &mut dyn Allocator,
@@ -175,12 +176,12 @@ pub fn replay_observed(
     Ok(Report { allocator: allocator.name(), statistics, requests: served, time })
 }
 
-/// Finds the smallest device, in steps of 2 MiB, on which a replay completes, and returns its report too. It
-/// bisects below `enough`, a capacity that is known to suffice. Some allocators fail on a device although
-/// they complete on a smaller one. Then the result is the size that bisection ends at.
+/// Finds the smallest device, in steps of 2 MiB, on which a replay completes. Returns its size and the report of that
+/// replay. The search bisects below `enough`, a capacity that is known to suffice. Some allocators fail on a device
+/// although they complete on a smaller one; then the result is the size at which the bisection ends.
 ///
 /// # Errors
-/// Returns the request that fails even on a device of `enough` bytes.
+/// Returns the error of the request that fails even on a device of `enough` bytes.
 pub fn smallest_capacity(
     requests: &Requests,
     iterations: u64,

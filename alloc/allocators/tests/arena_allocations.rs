@@ -1,4 +1,4 @@
-//! A counting allocator proves that serving takes no heap memory, overflows included.
+//! Checks with a counting allocator that serving requests allocates no heap memory, even for overflows.
 
 mod moe_step;
 
@@ -12,7 +12,7 @@ use moe_step::{MoeStep, Routing};
 struct Counting;
 
 thread_local! {
-    /// Counted per thread, since the test harness has a thread of its own.
+    /// Allocations are counted per thread, since the test harness has a thread of its own.
     static ALLOCATIONS: Cell<u64> = const { Cell::new(0) };
 }
 
@@ -66,7 +66,7 @@ fn serving_takes_no_heap_memory() {
             let bytes = built.bytes(routing, 0);
             let before = ALLOCATIONS.get();
             overflows += play(&mut arena, &events, &bytes);
-            // A step that is aborted in the middle.
+            // The step is aborted in the middle.
             overflows += play(&mut arena, &events[..events.len() / 2], &bytes);
             arena.reset();
             assert_eq!(ALLOCATIONS.get() - before, 0, "{reserve:?} {routing:?}");

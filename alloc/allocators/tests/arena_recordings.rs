@@ -1,4 +1,4 @@
-//! The online arena on recorded routing: it never reserves more bytes than the best of the usual allocators.
+//! The online arena on recorded routing. It never reserves more bytes than the best of the usual allocators.
 
 mod beside;
 mod recorded_moe;
@@ -10,7 +10,8 @@ use gapless_alloc::arena::{Arena, ArenaOptions, ArenaPlan, Reserve, check_run, r
 use gapless_alloc::{Fit, Options, Problem, lower_bound, plan};
 use recorded_moe::Recorded;
 
-/// A static plan at most 0.2 % above the bound. That is found at once, while the last bytes would take seconds.
+/// Makes a static plan at most 0.2 % above the bound. Such a plan is found at once, while the last bytes would take
+/// seconds.
 fn planned(fixed: &Problem) -> Vec<u64> {
     let bound = lower_bound(fixed);
     let solution = plan(fixed, &Options { capacity: Some(bound + bound / 500), ..Options::default() });
@@ -48,7 +49,7 @@ fn reserves_at_most_what_the_best_of_the_others_does() {
     });
 }
 
-/// Checks what the policies reserve for this step, and that they keep their promises.
+/// Checks the bytes that each policy reserves for this step, and that it keeps its promises.
 fn promises(recorded: &Recorded, offsets: &[u64], bytes: &[u64]) {
     for reserve in [Reserve::Balanced { factor: 1.0 }, Reserve::Balanced { factor: 1.25 }, Reserve::Worst] {
         let options = ArenaOptions::with_reserve(reserve);
@@ -67,8 +68,8 @@ fn promises(recorded: &Recorded, offsets: &[u64], bytes: &[u64]) {
 }
 
 /// The recordings don't mark dynamic buffers; `recorded_moe` infers them. If sixteen steps of one run are available,
-/// the run itself must agree: static sizes come in every step, dynamic ones do not. (A step in which an expert has no
-/// rows has fewer workspaces, so a count is not exactly sixteen times that of one step.)
+/// the run itself must confirm the result: static sizes occur in every step, and dynamic ones do not. (An expert
+/// without rows in a step needs fewer workspaces, so a count is not exactly sixteen times that of one step.)
 #[test]
 fn static_sizes_occur_in_every_step() {
     let folder = gapless_testing::evidence("pytorch");

@@ -1,5 +1,5 @@
-//! The online arena under generated routings: what it reserves compared with other allocators, and how its policies
-//! behave.
+//! The online arena under generated routings. Its reserve is compared with other allocators, and its policies are
+//! checked.
 
 mod beside;
 mod moe_step;
@@ -23,9 +23,9 @@ fn planned(step: MoeStep) -> (BuiltStep, Vec<u64>) {
     (built, solution.offsets)
 }
 
-/// No placement of blocks in their order of arrival avoids every gap. The others can fill their gaps with static
-/// buffers. Even so, over all routings the smallest sufficient reserve needs less than one block more than the best of
-/// them, and in most cases less than that one.
+/// No online placement of blocks avoids every gap, and only the other allocators can fill their gaps with static
+/// buffers. Even so, over all routings, the smallest sufficient reserve needs less than one block more than the best of
+/// the other allocators. In most cases, the arena needs less than that allocator.
 #[test]
 fn reserves_less_than_a_block_more_than_the_best_of_the_others() {
     Row::print_header();
@@ -58,8 +58,7 @@ fn reserves_less_than_a_block_more_than_the_best_of_the_others() {
     }
 }
 
-/// Counts the overflows of each policy. The table has in brackets those of a reserve of the same size without
-/// promises.
+/// Counts the overflows of each policy. The numbers in brackets are for a reserve of the same size without promises.
 #[test]
 fn policies_do_what_they_say() {
     for (name, step) in steps() {

@@ -1,4 +1,4 @@
-//! PyTorch's options, streams and retries in hand-made cases.
+//! PyTorch's options, streams and retries, in cases made by hand.
 
 use gapless_allocators::{Allocator, Block, Device, PyTorch, PyTorchOptions, Stream};
 
@@ -12,7 +12,8 @@ fn allocate(allocator: &mut PyTorch, bytes: u64) -> Block {
     allocator.allocate(bytes, Stream(0)).unwrap()
 }
 
-/// Allocates all of `freed`, frees them, then allocates `then`; returns the reserved bytes and those of the last block.
+/// Allocates blocks of the sizes `freed`, frees them, then allocates `then`. Returns the reserved bytes and the bytes
+/// of the last block.
 fn reuse(options: &str, freed: &[u64], then: u64) -> (u64, u64) {
     let mut allocator = allocator(options, 1 << 40);
     let blocks: Vec<Block> = freed.iter().map(|&bytes| allocate(&mut allocator, bytes)).collect();
@@ -29,7 +30,7 @@ fn segments_have_three_sizes() {
     check(MIB + 512, 20 * MIB);
     check(10 * MIB - 512, 20 * MIB);
     check(12 * MIB, 12 * MIB);
-    // The rest of a request's own segment is too small to be split off.
+    // The rest of the request's own segment is too small to be split off.
     assert_eq!(reuse("", &[], 10 * MIB + 512), (12 * MIB, 10 * MIB + 512));
     assert_eq!(reuse("", &[], 11 * MIB + 512), (12 * MIB, 12 * MIB));
 }
@@ -60,7 +61,7 @@ fn oversized_blocks_are_freed_before_the_whole_cache() {
         let statistics = allocator.statistics();
         assert_eq!((statistics.device_frees, statistics.retries), (frees, retries), "{options:?}");
     };
-    // Together, 70, 60 and 50 MiB are less than the request, so all of them are released, and then the rest of the
+    // 70, 60 and 50 MiB together are less than the request. So all three blocks are released, and then the rest of the
     // cache.
     check("max_split_size_mb:40", 3, 1);
     check("", 3, 1);
@@ -132,7 +133,7 @@ fn a_block_waits_for_the_streams_that_use_it() {
     allocator.synchronize(Stream(2));
     let third = allocate(&mut allocator, 30 * MIB);
     assert_eq!(allocator.reserved(), 60 * MIB, "now the first block is free");
-    // Before the allocator gives up, it waits for every stream and frees the blocks they used.
+    // Before the allocator gives up, it waits for every stream and frees the blocks that the streams used.
     allocator.record_use(&third, Stream(3));
     allocator.free(third);
     allocate(&mut allocator, 40 * MIB);
@@ -147,12 +148,12 @@ fn expandable_segments_grow_by_pages_and_give_whole_pages_back() {
     assert_eq!((allocator.reserved(), allocator.segments()), (60 * MIB, 1));
     let small = allocate(&mut allocator, 1000);
     assert_eq!((allocator.reserved(), allocator.segments()), (62 * MIB, 2));
-    // 150 MiB do not fit beside 62 MiB. Of the free 30 MiB at the front, one whole page of 20 MiB goes back to the
-    // device.
+    // 150 MiB do not fit in addition to 62 MiB. The free 30 MiB at the front contain one whole page of 20 MiB, which is
+    // returned to the device.
     allocator.free(first);
     assert!(allocator.allocate(170 * MIB, Stream(0)).is_err());
     assert_eq!((allocator.reserved(), allocator.segments()), (42 * MIB, 2));
-    // A request for the free 10 MiB before the rest needs nothing from the device.
+    // The free 10 MiB before the remaining blocks serve a request without the device.
     let third = allocate(&mut allocator, 10 * MIB);
     assert_eq!(allocator.reserved(), 42 * MIB);
     // The unmapped page at the front is mapped again before the segment grows at its end.

@@ -1,4 +1,4 @@
-//! The models of PyTorch's allocator, compared byte for byte with what the real one did on recorded training steps.
+//! The models of PyTorch's allocator, compared byte for byte with the real allocator on recorded training steps.
 
 use std::fs::File;
 

@@ -1,4 +1,5 @@
-//! Guarantees of every allocator for any requests, and PyTorch's allocator compared with a slow reference.
+//! Guarantees of every allocator for any requests. PyTorch's allocator is also compared with a slow reference
+//! implementation.
 
 use std::collections::BTreeMap;
 
@@ -149,7 +150,7 @@ generated! {
         }
     }
 
-    /// For any phases, STAlloc's plan holds: no block overlaps another, and no request falls back to the caching
+    /// For any phases, STAlloc's plan is valid: no block overlaps another, and no request falls back to the caching
     /// allocator.
     #[test]
     fn stalloc_plans_hold_with_phases(
@@ -172,10 +173,11 @@ generated! {
     }
 }
 
-/// PyTorch's default allocator in its simplest form: every search looks at every block.
+/// A reference implementation of PyTorch's default allocator, in which every search looks at every block.
 #[derive(Default)]
 struct ReferenceArena {
-    /// The segments in order of creation. A piece is its bytes and its owner, 0 for none.
+    /// The segments in order of creation. A piece of a segment has its bytes and its owner, which is 0 if the piece is
+    /// free.
     segments: Vec<ReferenceSegment>,
     allocations: u64,
     retries: u64,

@@ -1,4 +1,4 @@
-//! Snapshots written by Python's pickle module (`snapshots/make.py`), valid and invalid ones.
+//! Valid and invalid snapshots, written by Python's pickle module (`snapshots/make.py`).
 
 use std::io::Cursor;
 use std::path::Path;
@@ -39,7 +39,7 @@ fn lifetimes_are_those_of_the_events() {
     }
 }
 
-/// A refused request in the middle of a trace, and the program up to it.
+/// A refused request in the middle of a trace, and the program up to this request.
 #[test]
 fn a_refused_request_is_told_with_the_device_as_it_was() {
     const MIB: u64 = 1 << 20;

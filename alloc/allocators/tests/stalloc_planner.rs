@@ -1,4 +1,4 @@
-//! The model of STAlloc, compared byte for byte with what its authors' planner reserved for the same steps.
+//! The model of STAlloc, compared byte for byte with the memory that its authors' planner reserved for the same steps.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -52,7 +52,7 @@ fn phases() -> BTreeMap<String, Vec<u64>> {
 generated! {
     #![cases(64)]
 
-    /// Only a few sizes, so that classes are large and layers fill up.
+    /// There are only a few sizes, so that classes are large and layers fill up.
     #[test]
     fn split_and_fuse_is_its_twin(
         rows in prop::collection::vec((0..60u64, 1..40u64, prop_oneof![1..3000u64, (1..12u64).prop_map(|n| n * 1024)]), 1..80),
@@ -67,10 +67,11 @@ generated! {
     }
 }
 
-/// First tick, last tick and bytes.
+/// First tick, last tick and bytes of a buffer.
 type Piece = (usize, usize, u64);
 
-/// `split-and-fuse` in its simplest form: it keeps a height per tick and offers every buffer to every layer.
+/// A reference implementation of `split-and-fuse`, which keeps a height per tick and offers every buffer to every
+/// layer.
 fn twin(requests: &Requests) -> u64 {
     let round = |id| requests.bytes(id).div_ceil(512) * 512;
     let persistent: u64 = requests.persistent().iter().map(|&id| round(id)).filter(|&bytes| bytes > 512).sum();
@@ -131,7 +132,7 @@ fn fits(size: u64, heights: &mut [u64], (start, end, bytes): Piece) -> bool {
     top <= size
 }
 
-/// Groups pieces that take turns. In order of birth, each joins the group whose last piece died last.
+/// Groups pieces that take turns. In order of birth, each piece joins the group whose last piece died last.
 fn turns(mut pieces: Vec<Piece>) -> Vec<Vec<Piece>> {
     pieces.sort_unstable();
     let mut all: Vec<Vec<Piece>> = Vec::new();

@@ -1,4 +1,5 @@
-//! Reading any bytes ends with a table or an error; a table that was read can be written and reads back the same.
+//! Reading any bytes ends with a table or an error. A table that was read can be written, and reading it back gives the
+//! same table.
 #![no_main]
 
 use gapless_alloc::{csv, lower_bound};

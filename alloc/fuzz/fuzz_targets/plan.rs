@@ -1,4 +1,5 @@
-//! Any problem that is accepted gets a plan that passes the checker, or none and says so.
+//! For any accepted problem, the planner returns a plan that passes the checker, or returns no offsets and does not
+//! report that the problem fits.
 #![no_main]
 
 use std::time::Duration;
@@ -78,7 +79,7 @@ fuzz_target!(|input: Input| {
         assert_eq!((&solution.offsets, solution.proof, solution.stats), (&again.offsets, again.proof, again.stats));
     }
     plan_hash(&problem, &solution.offsets);
-    // Explanations plan many times, so only small problems are explained.
+    // An explanation makes many plans, so only small problems are explained.
     let explanation = if problem.len() <= 8 { explain(&problem, &[], &solution, &options) } else { None };
     for remedy in explanation.iter().flat_map(|explanation| explanation.remedies()) {
         assert!(remedy.at_least <= remedy.size);

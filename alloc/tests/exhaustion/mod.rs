@@ -1,8 +1,8 @@
-//! The least height of tiny problems by trying everything, which other results are checked against.
+//! The least height of tiny problems, found by trying everything. Other results are checked against it.
 
 use gapless_alloc::{Group, Problem};
 
-/// The least height of any plan: tries every offset of every buffer, for one height after another.
+/// Returns the least height of any plan. For one height after another, it tries every offset of every buffer.
 pub fn exhausted(problem: &Problem) -> u64 {
     (0..).find(|&height| fits(problem, height)).expect("tall enough, everything fits")
 }
@@ -17,7 +17,7 @@ fn place(problem: &Problem, height: u64, offsets: &mut Vec<u64>) -> bool {
         return problem.groups().iter().all(|group| lies_together(problem, group, offsets));
     };
     let candidates = b.offset.map_or(0..=height, |at| at..=at);
-    // A buffer without bytes is below any height.
+    // A buffer of zero bytes fits at any offset.
     for at in candidates.filter(|at| (b.bytes == 0 || at + b.bytes <= height) && at % b.alignment == 0) {
         let clear = problem.forbidden().iter().all(|r| b.bytes == 0 || at >= r.end || at + b.bytes <= r.start);
         let apart = problem.buffers().iter().zip(offsets.iter()).all(|(other, &other_at)| {

@@ -13,20 +13,20 @@ pub fn buffers(count: usize, ticks: u64, bytes: impl Strategy<Value = u64>) -> i
         .prop_map(|list| list.into_iter().map(|((start, end), bytes)| Buffer::new(start..end, bytes)).collect())
 }
 
-/// Buffers without bytes as often as with some.
+/// Sizes that are zero as often as they are not.
 pub fn often_none(bytes: impl Strategy<Value = u64>) -> impl Strategy<Value = u64> {
     prop_oneof![Just(0), bytes]
 }
 
-/// One event of a call stack: a call with so many bytes, or a return.
+/// One event of a call stack: a call that allocates this many bytes, or a return.
 type Call = Option<u64>;
 
 fn calls(count: usize) -> impl Strategy<Value = Vec<Call>> {
     prop::collection::vec(prop::option::weighted(0.6, often_none(1..1000u64)), 1..count)
 }
 
-/// The lifetimes that a call stack leaves, nested and one after another, with the ticks of its events. Calls that have
-/// not returned by `end` return then.
+/// Returns the lifetimes of the calls of a call stack, which are nested or one after another. `calls` has the events
+/// with their ticks. Calls that have not returned by `end` return then.
 fn stack(calls: &[(u64, Call)], end: u64) -> Vec<Buffer> {
     let (mut open, mut list) = (Vec::new(), Vec::new());
     for &(tick, call) in calls {
@@ -47,7 +47,7 @@ pub fn nested() -> impl Strategy<Value = Vec<Buffer>> {
     })
 }
 
-/// Several call stacks at the same time: calls of one happen while those of another are open.
+/// Several call stacks at the same time. Calls of one stack happen while calls of another are open.
 pub fn several_stacks() -> impl Strategy<Value = Vec<Buffer>> {
     prop::collection::vec((0..4u64, prop::option::weighted(0.6, often_none(1..1000u64))), 1..120).prop_map(|calls| {
         let end = calls.len() as u64;
@@ -59,7 +59,7 @@ pub fn several_stacks() -> impl Strategy<Value = Vec<Buffer>> {
     })
 }
 
-/// Powers of two, and one byte more or less, up to the last byte of the address space.
+/// Sizes that are a power of two, or one byte more or less, up to the last byte of the address space.
 pub fn near_powers(most: u32) -> impl Strategy<Value = u64> {
     (0..=most, 0..3u64).prop_map(|(power, off)| {
         let bytes = (1u128 << power) + u128::from(off) - 1;
@@ -67,7 +67,7 @@ pub fn near_powers(most: u32) -> impl Strategy<Value = u64> {
     })
 }
 
-/// Sizes just off a multiple of each other, with alignments that don't divide one another.
+/// Sizes just off a multiple of each other, with alignments that don't divide each other.
 pub fn adversarial() -> impl Strategy<Value = Vec<Buffer>> {
     let bytes = prop_oneof![3 => prop::sample::select(vec![63u64, 64, 65, 127, 128, 129]), 2 => near_powers(20)];
     let alignments = prop_oneof![Just(1u64), Just(2), Just(48), Just(64), Just(96)];

@@ -1,7 +1,7 @@
-//! Every allocator on the same program, side by side.
+//! A comparison of all allocators on the same program.
 //!
-//! In: a problem and its requests. Out: a [`Compared`], which prints as a table, serializes as an object and is drawn
-//! as a page by [`page`].
+//! In: a problem and its requests. Out: a [`Compared`], which prints as a table and serializes as an object. [`page`]
+//! draws it as a page.
 
 mod page;
 mod timeline;
@@ -24,17 +24,18 @@ pub struct Comparison {
     pub iterations: u64,
     /// The allocators, in any order.
     pub kinds: Vec<Kind>,
-    /// Bytes of the device; `None` for 80 GiB, or for four times the live bytes if those exceed 60 GiB.
+    /// Size of the device in bytes. `None` means 80 GiB, or four times the live bytes if these exceed 60 GiB.
     pub capacity: Option<u64>,
-    /// Options of PyTorch's two kinds.
+    /// Options of the two kinds of PyTorch's allocator.
     pub pytorch: PyTorchOptions,
-    /// Whether to search for the smallest device on which each completes, which takes some twenty replays.
+    /// Whether to search for the smallest device on which each allocator completes. Each search takes some twenty
+    /// replays.
     pub smallest_device: bool,
-    /// Whether to keep timelines for pictures, which takes longer.
+    /// Whether to record timelines for pictures, which takes longer.
     pub pictures: bool,
     /// Options of the planner for [`Kind::Gapless`].
     pub planner: Options,
-    /// The plan for [`Kind::Gapless`], if there is one already.
+    /// An existing plan for [`Kind::Gapless`]; `None` to make one.
     pub plan: Option<Solution>,
 }
 
@@ -53,7 +54,7 @@ impl Default for Comparison {
     }
 }
 
-/// The result of a comparison. Allocators are sorted by reserved bytes, and those that ran out of memory come last.
+/// The result of a comparison. Allocators are sorted by reserved bytes. Allocators that ran out of memory come last.
 #[derive(Debug, Serialize)]
 pub struct Compared {
     /// One entry per allocator.
@@ -62,24 +63,25 @@ pub struct Compared {
     pub peak_live: u64,
     /// Number of times that the step was repeated.
     pub iterations: u64,
-    /// Bytes of the device.
+    /// Size of the device in bytes.
     pub capacity: u64,
 }
 
-/// The result of one allocator.
+/// The result for one allocator.
 #[derive(Debug)]
 pub struct Entry {
     /// The allocator.
     pub kind: Kind,
-    /// Its report, or the request that it could not serve.
+    /// The allocator's report, or the request that it could not serve.
     pub outcome: Result<Report, OutOfMemory>,
-    /// The smallest device in bytes on which it completes, if that was asked for and it completes on the given one.
+    /// The smallest device in bytes on which the allocator completes. `None` if that was not requested, or if the
+    /// allocator does not complete on the given device.
     pub smallest_device: Option<u64>,
-    /// Its timeline, if pictures were asked for.
+    /// The allocator's timeline, if pictures were requested.
     pub timeline: Option<Timeline>,
 }
 
-/// Replays the requests through each allocator on a device of its own.
+/// Replays the requests through each allocator, each on a device of its own.
 pub fn compare(problem: &Problem, requests: &Requests, comparison: &Comparison) -> Compared {
     let capacity = comparison.capacity.unwrap_or_else(|| match requests.peak_live() {
         live if live <= Device::DEFAULT_CAPACITY / 4 * 3 => Device::DEFAULT_CAPACITY,

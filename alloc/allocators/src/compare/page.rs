@@ -10,13 +10,14 @@ use super::{Compared, Entry, timeline::Column};
 /// Rows of a picture. An idle range smaller than one row is not drawn.
 const ROWS: u64 = 260;
 
-/// Draws the allocators side by side over time. Each picture shows the reserved bytes, those held by the program, those
-/// idle but needed at the peak, and those lost to fragmentation: reserved beyond the most bytes ever alive. Entries
-/// without a timeline are listed but not drawn.
+/// Draws the allocators side by side over time. Each picture divides the reserved bytes into those that the program
+/// holds, those that are idle but needed at the peak, and those lost to fragmentation. The lost bytes are those
+/// reserved beyond the most bytes ever alive. Entries without a timeline are listed but not drawn.
 pub fn page(compared: &Compared, title: &str) -> String {
     let drawn = compared.allocators.iter().filter_map(|entry| entry.timeline.as_ref());
     let most = drawn.flat_map(|timeline| timeline.columns()).map(|column| column.reserved).max().unwrap_or(0).max(1);
-    // All pictures have one scale, and an allocator that reserves several times as much must not flatten the others.
+    // All pictures have the same scale. An allocator that reserves several times as much must not flatten the other
+    // pictures, so the scale is limited.
     let top = most.min(compared.peak_live.saturating_mul(9) / 4).max(1);
     let (mut rows, mut figures, mut pictures) = (String::new(), String::new(), Vec::new());
     for entry in &compared.allocators {
@@ -82,7 +83,7 @@ fn row(Entry { kind, outcome, .. }: &Entry, peak_live: u64) -> String {
     }
 }
 
-/// Converts runs of bytes to runs of rows, rounded at their ends. Runs without a row join their neighbours.
+/// Converts runs of bytes to runs of rows by rounding their ends. Runs of less than a row join their neighbours.
 fn in_rows(layout: &[u64], top: u64) -> Vec<u64> {
     let mut rows: Vec<u64> = Vec::new();
     let (mut bytes, mut drawn) = (0u128, 0u64);

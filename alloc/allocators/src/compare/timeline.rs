@@ -9,15 +9,15 @@ pub struct Timeline {
     columns: Vec<Column>,
 }
 
-/// A number of consecutive requests.
+/// The state of an allocator during some consecutive requests.
 #[derive(Debug, Default)]
 pub struct Column {
     /// The most bytes reserved during these requests.
     pub reserved: u64,
     /// The most bytes allocated during these requests.
     pub allocated: u64,
-    /// Reserved memory after the last of them, from the lowest address up: bytes in use and bytes of the hole above
-    /// them, in turns.
+    /// The reserved memory after the last of these requests, from the lowest address up. Bytes in use and bytes of the
+    /// hole above them alternate.
     pub layout: Vec<u64>,
 }
 
@@ -25,7 +25,7 @@ impl Timeline {
     /// Most columns of a timeline.
     pub const COLUMNS: u64 = 480;
 
-    /// An empty timeline for so many requests.
+    /// An empty timeline for this many requests.
     pub(super) fn new(requests: u64) -> Self {
         Self { requests, columns: Vec::new() }
     }
@@ -35,7 +35,7 @@ impl Timeline {
         &self.columns
     }
 
-    /// Records the state after a request, whose number counts from 1.
+    /// Records the allocator's state after a request. Requests count from 1.
     pub(super) fn observe(&mut self, request: u64, allocator: &dyn Allocator) {
         let column_of = |request: u64| {
             (u128::from(request) * u128::from(Self::COLUMNS.min(self.requests)) / u128::from(self.requests)) as usize
@@ -54,7 +54,7 @@ impl Timeline {
     }
 }
 
-/// Bytes in use and bytes of holes in turns, with neighbours of one kind joined.
+/// Returns bytes in use and bytes of holes, alternating. Neighbouring extents of one kind are joined.
 fn runs(extents: &[Extent]) -> Vec<u64> {
     let mut runs = Vec::new();
     let mut in_use = true;

@@ -1,4 +1,4 @@
-//! The blocks of large requests. A primitive block is a run of chunks that were mapped together; a stitched block maps
+//! The blocks of large requests. A primitive block is a run of chunks that were mapped together. A stitched block maps
 //! some of these chunks a second time.
 //!
 //! In: chunks that the device has created; blocks to cut, stitch, take and free. Out: the best-fitting free block.
@@ -11,17 +11,17 @@ use std::slice::from_ref;
 use super::CHUNK;
 use crate::{Block, Extent, Stream};
 
-/// Bit that is set in the slots of stitched blocks only.
+/// Bit that is set in the slots of stitched blocks, and of no other blocks.
 const STITCHED: u32 = 1 << 31;
 
-/// All chunks and the blocks that map them. The work on a block grows with the number of runs that it is cut into, not
-/// with its chunks.
+/// All chunks and the blocks that map them. The work on a block grows with the number of runs into which it is cut, not
+/// with its number of chunks.
 #[derive(Debug, Default)]
 pub(super) struct Blocks {
-    /// All chunks that ever existed, as runs by the number of their first chunk.
+    /// All chunks that ever existed, as runs, keyed by the number of each run's first chunk.
     runs: BTreeMap<u32, Run>,
     count: u32,
-    /// Runs of chunks by the number of their first chunk. Neighbours in one segment have consecutive numbers.
+    /// Primitive blocks, keyed by the number of their first chunk. Neighbours in one segment have consecutive numbers.
     primitives: BTreeMap<u32, Primitive>,
     /// Free primitive blocks by stream, then number of chunks, then first chunk.
     free_primitives: BTreeSet<(Stream, u32, u32)>,
@@ -33,7 +33,7 @@ pub(super) struct Blocks {
     segments: u32,
 }
 
-/// Consecutive chunks of 2 MiB of physical memory that are used and mapped alike.
+/// Consecutive chunks of 2 MiB of physical memory that have the same use and the same mappings.
 #[derive(Debug)]
 struct Run {
     chunks: u32,
@@ -56,13 +56,13 @@ struct Primitive {
 pub(super) struct Stitched {
     stream: Stream,
     address: u64,
-    /// The numbers of its chunks, in the order of their addresses.
+    /// The numbers of the block's chunks, in the order of their addresses.
     ranges: Vec<Range<u32>>,
-    /// Number of its chunks.
+    /// Number of chunks in the block.
     chunks: u32,
-    /// Number of its chunks that are free.
+    /// Number of the block's chunks that are free.
     free_chunks: u32,
-    /// Number of chunks, from the front, that the program holds; 0 if it is not in use.
+    /// Number of chunks, from the front, that the program holds; 0 if the block is not in use.
     pub used_chunks: u32,
 }
 
@@ -102,7 +102,7 @@ impl Blocks {
         self.runs_of(first..first + chunks).flat_map(|run| std::mem::take(&mut run.mapped_by)).collect()
     }
 
-    /// Takes the best-fitting free primitive block, cut to size.
+    /// Takes the best-fitting free primitive block, cut to size. Returns `None` if none fits.
     pub fn take_primitive(&mut self, chunks: u32, stream: Stream) -> Option<Block> {
         let &(found_stream, size, first) = self.free_primitives.range((stream, chunks, 0)..).next()?;
         if found_stream != stream {
@@ -115,7 +115,8 @@ impl Blocks {
         Some(Block { address: self.address(first), bytes: u64::from(chunks) * CHUNK, slot: first })
     }
 
-    /// Takes the best-fitting free stitched block of at most `reuse_limit` times the size.
+    /// Takes the best-fitting free stitched block that is at most `reuse_limit` times as large as the request. Returns
+    /// `None` if there is none.
     pub fn take_stitched(&mut self, chunks: u32, stream: Stream, reuse_limit: f64) -> Option<Block> {
         let &(found_stream, size, number) = self.free_stitched.range((stream, chunks, 0)..).next()?;
         if found_stream != stream || f64::from(size) > f64::from(chunks) * reuse_limit {
@@ -140,8 +141,8 @@ impl Blocks {
         Block { address: stitched.address, bytes: u64::from(chunks) * CHUNK, slot: STITCHED | number }
     }
 
-    /// Picks the largest free primitive blocks that have `chunks` together, as first chunk, size, and number of chunks
-    /// taken.
+    /// Picks the largest free primitive blocks until they have `chunks` together. For each, returns the first chunk,
+    /// the size, and the number of chunks taken. Returns `None` if they do not suffice.
     pub fn pick(&self, chunks: u32, stream: Stream) -> Option<Vec<(u32, u32, u32)>> {
         let mut picked = Vec::new();
         let mut missing = chunks;
@@ -153,11 +154,12 @@ impl Blocks {
                 break;
             }
         }
-        // A single block would be a primitive fit; the original requires at least two.
+        // A single block would have been found as a primitive block; the original requires at least two.
         (missing == 0 && picked.len() >= 2).then_some(picked)
     }
 
-    /// Creates a stitched block, not in use yet, from [picked](Self::pick) blocks. Returns its number.
+    /// Creates a stitched block from [picked](Self::pick) blocks and returns its number. The new block is not in use
+    /// yet.
     pub fn stitch(&mut self, picked: Vec<(u32, u32, u32)>, stream: Stream, address: u64) -> u32 {
         let mut ranges = Vec::new();
         for (first, size, take) in picked {
@@ -216,7 +218,7 @@ impl Blocks {
         same(self.primitives.range(..first).next_back()) || same(self.primitives.range(first + 1..).next())
     }
 
-    /// Removes the chunks from number `keep` on from a stitched block. Returns how many those were.
+    /// Removes the chunks from number `keep` on from a stitched block. Returns the number of chunks removed.
     pub fn shorten(&mut self, number: u32, keep: u32) -> u64 {
         let block = self.stitched.get_mut(&number).expect("the caller's number is one of ours");
         self.free_stitched.remove(&(block.stream, block.chunks, number));
@@ -235,7 +237,7 @@ impl Blocks {
         u64::from(taken)
     }
 
-    /// Splits a primitive block that is in no set after `chunks`. The rest becomes a free block.
+    /// Splits a primitive block, which must be in no set, after `chunks`. The rest becomes a free block.
     fn cut(&mut self, first: u32, chunks: u32) {
         let whole = self.primitives[&first];
         if whole.chunks > chunks {
@@ -247,8 +249,8 @@ impl Blocks {
     }
 
     /// Cuts the free primitive block around `chunk` so that the longest runs of `held` chunks in it become blocks of
-    /// their own, which are no longer free. Does nothing if that has happened already. Returns the end of the original
-    /// block.
+    /// their own. These blocks are then no longer free. Does nothing if they have been cut already. Returns the end of
+    /// the original block.
     fn isolate(&mut self, chunk: u32, held: &[Range<u32>]) -> u32 {
         let (first, whole) = self.primitive_of(chunk);
         let end = first + whole.chunks;
@@ -279,7 +281,7 @@ impl Blocks {
         end
     }
 
-    /// The primitive block that a chunk belongs to, with its first chunk.
+    /// Returns the primitive block that contains a chunk, and the number of the block's first chunk.
     fn primitive_of(&self, chunk: u32) -> (u32, Primitive) {
         let (&first, &primitive) =
             self.primitives.range(..=chunk).next_back().expect("every chunk is in a primitive block");
@@ -292,7 +294,7 @@ impl Blocks {
         run.address + u64::from(chunk - first) * CHUNK
     }
 
-    /// The runs within a range; runs that cross its ends are cut.
+    /// The runs within a range. Runs that cross the ends of the range are cut there.
     fn runs_of(&mut self, range: Range<u32>) -> impl Iterator<Item = &mut Run> {
         for at in [range.start, range.end] {
             if let Some((first, run)) = self.runs.range_mut(..at).next_back()

@@ -1,17 +1,15 @@
 //! GMLake (ASPLOS '24; glake's fork of PyTorch's allocator): free blocks stitched by virtual memory.
 //!
-//! Requests up to 1 MiB are served as by PyTorch's small pool. Larger ones are rounded to chunks of 2 MiB, each of
+//! Requests up to 1 MiB are served like in PyTorch's small pool. Larger ones are rounded to chunks of 2 MiB, each of
 //! which is one piece of physical memory. A *primitive* block is a run of chunks that were mapped together. A
 //! *stitched* block maps chunks of several free primitive blocks a second time, under one range of addresses.
 //!
-//! A large request tries, in this order:
+//! For a large request, the allocator tries in this order:
 //!
-//! 1. the best-fitting free primitive block, which is split if a chunk or more is left over;
-//! 2. a free stitched block of at most ten times the size;
-//! 3. for requests of at least the fragmentation limit, stitching the largest free primitive blocks until they suffice,
-//!    the last one split;
-//! 4. new chunks;
-//! 5. new chunks again, after giving the cached blocks back.
+//! 1. the best-fitting free primitive block, which is split if a chunk or more is left over; 2. a free stitched block
+//! of at most ten times the size; 3. if the request has at least the size of the fragmentation limit, stitching the
+//! largest free primitive blocks until they suffice, the last one split; 4. new chunks; 5. new chunks again, after
+//! returning the cached blocks to the device.
 //!
 //! Stitched blocks are kept for reuse as long as their chunks exist, up to a limit of mapped addresses.
 
@@ -28,15 +26,16 @@ const CHUNK: u64 = 2 << 20;
 const SMALL_REQUEST: u64 = 1 << 20;
 const LARGE_REQUEST: u64 = 10 << 20;
 const LARGE_SEGMENT: u64 = 20 << 20;
-/// Most chunks that can ever exist: one bit of a block's slot marks stitched blocks, the others hold its first chunk.
+/// Most chunks that can ever exist. One bit of a block's slot marks stitched blocks, and the others hold the block's
+/// first chunk.
 const MAX_CHUNKS: u32 = 1 << 31;
 
-/// GMLake's environment variables.
+/// The settings that GMLake reads from environment variables.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct GmLakeOptions {
-    /// `fragLimit` in bytes: smaller requests are never stitched.
+    /// `fragLimit`, in bytes: requests smaller than this are never stitched.
     pub fragmentation_limit: u64,
-    /// `reuseLimit`: a stitched block serves requests down to its size divided by this.
+    /// `reuseLimit`: a stitched block serves no request that is smaller than its size divided by this.
     pub reuse_limit: f64,
     /// `autoGC`: stitched blocks that are not in use are dropped once more than this many bytes of addresses are
     /// stitched.
@@ -53,12 +52,12 @@ impl Default for GmLakeOptions {
 #[derive(Debug)]
 pub struct GmLake {
     options: GmLakeOptions,
-    /// The small pool, which also owns the device.
+    /// The small pool, which also holds the device.
     small: PyTorch,
     /// The blocks of larger requests.
     blocks: Blocks,
     large: Statistics,
-    /// Statistics of both pools together, since their peaks do not add up.
+    /// Statistics of both pools together. They are kept separately, since the peaks of the two pools do not add up.
     statistics: Statistics,
 }
 
@@ -96,7 +95,7 @@ impl GmLake {
         self.blocks.take_primitive(chunks, stream)
     }
 
-    /// Stitches the largest free primitive blocks into one of `chunks`.
+    /// Stitches the largest free primitive blocks into one block of `chunks`. Returns `None` if they do not suffice.
     fn stitch(&mut self, chunks: u32, stream: Stream) -> Option<Block> {
         if u64::from(chunks) * CHUNK < self.options.fragmentation_limit {
             return None;
@@ -114,7 +113,7 @@ impl GmLake {
         Some(block)
     }
 
-    /// Gets new chunks from the device as one free primitive block. Returns false if the device does not have them.
+    /// Takes new chunks from the device as one free primitive block. Returns false if the device does not have them.
     fn create_segment(&mut self, chunks: u32, stream: Stream) -> bool {
         let device = self.small.device_mut();
         if chunks > MAX_CHUNKS - self.blocks.count() {
@@ -131,11 +130,11 @@ impl GmLake {
         true
     }
 
-    /// Gives the small pool's cache and all free primitive blocks that are whole segments back to the device.
+    /// Returns the small pool's cache, and all free primitive blocks that are whole segments, to the device.
     fn release_cached(&mut self) {
         for (first, chunks) in self.blocks.free_segments() {
             for number in self.blocks.remove_segment(first) {
-                // A stitched block in use holds other chunks than these, and holds them from its front.
+                // A stitched block that is in use holds chunks from its front, and none of the released ones.
                 match self.blocks.stitched[&number].used_chunks {
                     0 => self.drop_stitched(number),
                     keep => self.shorten(number, keep),
@@ -155,13 +154,13 @@ impl GmLake {
         self.blocks.stitched.remove(&number);
     }
 
-    /// Unmaps the chunks of a stitched block from number `keep` on.
+    /// Unmaps the chunks of a stitched block, from number `keep` on.
     fn shorten(&mut self, number: u32, keep: u32) {
         let unmapped = self.blocks.shorten(number, keep);
         self.small.device_mut().unstitch(unmapped);
     }
 
-    /// Updates the sums of both pools and the peaks of the sums.
+    /// Updates the sums over both pools, and the peaks of these sums.
     fn account(&mut self) {
         let small = self.small.statistics();
         let gauge = |gauge: &mut crate::Gauge, now: u64| {

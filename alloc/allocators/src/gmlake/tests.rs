@@ -1,4 +1,4 @@
-//! Tests of what is stitched, what is reused, and what goes back to the device.
+//! Tests of the blocks that are stitched, reused, or returned to the device.
 
 use super::*;
 
@@ -69,8 +69,8 @@ fn cached_segments_go_back_with_what_was_stitched_of_them() {
     allocator.free(b);
     let [stitched] = allocate(&mut allocator, [150]);
     allocator.free(stitched);
-    // 204 MiB are more than the free 200 MiB. Both segments go back, and the stitched block that maps them is unmapped
-    // as well.
+    // 204 MiB are more than the free 200 MiB. So both segments are returned to the device, and the stitched block that
+    // maps them is unmapped as well.
     let before = allocator.statistics().driver.unmaps;
     let [large] = allocate(&mut allocator, [204]);
     assert_eq!((allocator.reserved(), allocator.statistics().retries), (204 * MIB, 1));
@@ -80,7 +80,7 @@ fn cached_segments_go_back_with_what_was_stitched_of_them() {
     assert_eq!((allocator.blocks.stitched.len(), allocator.blocks.stitched_bytes), (0, 0));
 }
 
-/// Nothing may be stored per chunk of 2 MiB, of which there are 40 million here.
+/// Nothing may be stored for each chunk of 2 MiB. This problem has 40 million of them.
 #[test]
 fn what_blocks_cost_does_not_grow_with_their_bytes() {
     const TIB: u64 = 1 << 20;

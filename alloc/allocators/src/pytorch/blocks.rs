@@ -1,5 +1,4 @@
-//! The blocks of a caching allocator: pieces of segments that are linked to their neighbours, and pools of the free
-//! ones.
+//! The blocks of a caching allocator: pieces of segments that are linked to their neighbours, and pools of free blocks.
 //!
 //! In: blocks that the allocator cuts and joins. Out: the best-fitting free block. Never: a decision about the device.
 
@@ -11,7 +10,7 @@ use crate::Stream;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct BlockId(pub u32);
 
-/// The pool of a block: requests of at most 1 MiB never mix with larger ones.
+/// The pool of a block. Requests of at most 1 MiB never share a pool with larger ones.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum PoolKind {
     Small,
@@ -25,32 +24,32 @@ pub(super) struct BlockState {
     pub pool: PoolKind,
     pub address: u64,
     pub bytes: u64,
-    /// Order in which its segment was taken from the device. Of free blocks of equal size, the earliest comes first,
-    /// then the one with the lowest address.
+    /// Number of the block's segment, in the order in which segments were taken from the device. Of free blocks of
+    /// equal size, the one with the lowest number comes first, then the one with the lowest address.
     pub age: u64,
-    /// Whether the program holds it.
+    /// True if the program holds the block.
     pub allocated: bool,
-    /// Whether physical memory backs it; only pieces of expandable segments may be unmapped.
+    /// True if physical memory backs the block. Only blocks of expandable segments may be unmapped.
     pub mapped: bool,
-    /// The expandable segment it is part of, if any.
+    /// The expandable segment of the block, if any.
     pub expandable: Option<u32>,
     pub previous: Option<BlockId>,
     pub next: Option<BlockId>,
-    /// Other streams that used it since it was handed out.
+    /// Other streams that have used the block since it was handed out.
     pub used_by: Vec<Stream>,
-    /// Number of streams whose work it still waits for, although the program has freed it.
+    /// Number of streams whose work on the block is not finished, although the program has freed it.
     pub pending_events: u32,
-    /// Number of searches of the pool when it became free, for garbage collection.
+    /// Number of searches of the pool when the block became free, for garbage collection.
     pub searches_when_freed: u64,
 }
 
 impl BlockState {
-    /// True if it is only a part of its segment.
+    /// True if the block is only a part of its segment.
     pub(super) fn is_split(&self) -> bool {
         self.previous.is_some() || self.next.is_some()
     }
 
-    /// True if neither the program nor the device uses it.
+    /// True if neither the program nor the device uses the block.
     pub(super) fn is_idle(&self) -> bool {
         !self.allocated && self.pending_events == 0 && self.used_by.is_empty()
     }
@@ -61,7 +60,7 @@ type FreeKey = (Stream, u64, u64, u64, BlockId);
 /// Free blocks of one pool.
 #[derive(Debug, Default)]
 pub(super) struct Pool {
-    /// By stream, then size, then age: the first entry at or after a request is the best fit.
+    /// Free blocks by stream, then size, then age. The first entry at or after a request is the best fit.
     pub free: BTreeSet<FreeKey>,
     /// Address space without memory, by stream and address.
     pub unmapped: BTreeSet<(Stream, u64, BlockId)>,
@@ -95,7 +94,7 @@ impl Blocks {
         &mut self.pools[kind as usize]
     }
 
-    /// Creates a segment as one block that is in no set.
+    /// Creates a segment as one block, which is in no set yet.
     pub(super) fn create_segment(&mut self, stream: Stream, pool: PoolKind, address: u64, bytes: u64) -> BlockId {
         self.segments += 1;
         self.insert(BlockState {
@@ -125,7 +124,7 @@ impl Blocks {
         id
     }
 
-    /// Removes a block that is in no set and that no neighbour points to.
+    /// Removes a block. It must be in no set, and no neighbour may point to it.
     pub(super) fn destroy(&mut self, id: BlockId) {
         self.get_mut(id).bytes = 0;
         self.vacant.push(id);
@@ -136,7 +135,7 @@ impl Blocks {
         self.states.iter().filter(|state| state.bytes > 0)
     }
 
-    /// Adds an idle mapped block to the free ones.
+    /// Adds an idle mapped block to the free blocks of its pool.
     pub(super) fn insert_free(&mut self, id: BlockId) {
         let searches = self.pool(self.get(id).pool).searches;
         self.get_mut(id).searches_when_freed = searches;
@@ -163,18 +162,19 @@ impl Blocks {
         self.pool_mut(pool).unmapped.remove(&key);
     }
 
-    /// The smallest free block of at least `bytes` on one stream, then the next larger ones.
+    /// The free blocks of one stream with at least `bytes`, the smallest first.
     pub(super) fn fitting(&self, kind: PoolKind, stream: Stream, bytes: u64) -> impl Iterator<Item = BlockId> + '_ {
         let from = (stream, bytes, 0, 0, BlockId(0));
         self.pool(kind).free.range(from..).take_while(move |key| key.0 == stream).map(|key| key.4)
     }
 
-    /// All free blocks of a pool, in its order.
+    /// All free blocks of a pool, in the pool's order.
     pub(super) fn free_blocks(&self, kind: PoolKind) -> Vec<BlockId> {
         self.pool(kind).free.iter().map(|key| key.4).collect()
     }
 
-    /// Cuts `bytes` off the front of an idle block that is in no set. The front is a new block; `id` keeps the rest.
+    /// Cuts `bytes` off the front of an idle block, which must be in no set. The front becomes a new block; `id` keeps
+    /// the rest.
     pub(super) fn split_front(&mut self, id: BlockId, bytes: u64) -> BlockId {
         let whole = self.get(id).clone();
         let front = self.insert(BlockState { bytes, next: Some(id), ..whole.clone() });
@@ -186,7 +186,7 @@ impl Blocks {
         front
     }
 
-    /// Cuts an idle block that is in no set after `bytes`. The rest is a new block; `id` keeps the front.
+    /// Cuts an idle block, which must be in no set, after `bytes`. The rest becomes a new block; `id` keeps the front.
     pub(super) fn split_back(&mut self, id: BlockId, bytes: u64) -> BlockId {
         let whole = self.get(id).clone();
         let (address, rest) = (whole.address + bytes, whole.bytes - bytes);
@@ -199,7 +199,8 @@ impl Blocks {
         back
     }
 
-    /// Joins `neighbour` into `id` (in no set) if it exists, is idle and has the same mapping; returns whether it did.
+    /// Joins `neighbour` into `id` if it exists, is idle and has the same mapping. `id` must be in no set. Returns true
+    /// if the two were joined.
     pub(super) fn merge(&mut self, id: BlockId, neighbour: Option<BlockId>) -> bool {
         let Some(other) = neighbour else { return false };
         if !self.get(other).is_idle() || self.get(other).mapped != self.get(id).mapped {

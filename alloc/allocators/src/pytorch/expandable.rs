@@ -1,9 +1,9 @@
-//! Expandable segments: one range of addresses per stream and pool, somewhat larger than the device. It is mapped page
-//! by page (2 MiB in the small pool, 20 MiB in the large one) as memory is needed.
+//! Expandable segments: one range of addresses per stream and pool, somewhat larger than the device. The range is
+//! mapped page by page as memory is needed. Pages have 2 MiB in the small pool and 20 MiB in the large one.
 
 use super::{BlockId, PoolKind, PyTorch, Request, SMALL_SEGMENT};
 
-/// All segments by number; `None` for one that was given back.
+/// All segments by number; `None` for a segment that was returned to the device.
 #[derive(Debug, Default)]
 pub(super) struct ExpandableSegments {
     segments: Vec<Option<Segment>>,
@@ -17,7 +17,8 @@ struct Segment {
 }
 
 impl PyTorch {
-    /// Maps memory for a request at the lowest addresses where idle and unmapped bytes together suffice.
+    /// Maps memory for a request, at the lowest addresses where idle and unmapped bytes together suffice. Returns
+    /// `None` if the device does not have the memory.
     pub(super) fn expand(&mut self, request: &Request) -> Option<BlockId> {
         let mut candidate = self.room(request)?;
         if !self.blocks.get(candidate).mapped {
@@ -29,14 +30,15 @@ impl PyTorch {
             let next = self.blocks.get(candidate).next.expect("room() saw enough addresses after the candidate");
             let bytes = missing.min(self.blocks.get(next).bytes);
             self.map(next, bytes).then_some(())?;
-            // Mapping has joined the candidate into its neighbour.
+            // Mapping has joined the candidate with its neighbour.
             candidate = next;
         }
         self.blocks.remove_free(candidate);
         Some(candidate)
     }
 
-    /// The first of a run of idle and unmapped blocks that can hold the request; a new segment if there is none.
+    /// Returns the first block of a run of idle and unmapped blocks that can hold the request. If there is no such run,
+    /// creates a new segment.
     fn room(&mut self, request: &Request) -> Option<BlockId> {
         let holds = |first: BlockId| {
             let (mut bytes, mut at) = (0, Some(first));
@@ -64,7 +66,8 @@ impl PyTorch {
             PoolKind::Small => SMALL_SEGMENT,
             PoolKind::Large => self.options.large_segment_bytes,
         };
-        // An eighth more than the device has, so that pages unmapped in the middle can be mapped again at the end.
+        // The segment is an eighth larger than the device, so that pages unmapped in the middle can be mapped again at
+        // the end.
         let bytes = (self.device.capacity() + self.device.capacity() / 8).next_multiple_of(page);
         if bytes < request.bytes {
             return None;
@@ -79,8 +82,8 @@ impl PyTorch {
         Some(id)
     }
 
-    /// Maps the first `bytes` of an unmapped block, in whole pages, and joins it with its idle neighbours. Returns
-    /// false if the device does not have the pages.
+    /// Maps the first `bytes` of an unmapped block, in whole pages, and joins them with idle neighbours. Returns false
+    /// if the device does not have the pages.
     fn map(&mut self, id: BlockId, bytes: u64) -> bool {
         let page = self.segment(id).page;
         let pages = bytes.div_ceil(page);
@@ -102,7 +105,7 @@ impl PyTorch {
         true
     }
 
-    /// Gives the whole pages inside of a free block back to the device.
+    /// Returns the whole pages inside a free block to the device.
     pub(super) fn unmap(&mut self, id: BlockId) {
         let Segment { address: base, bytes: segment_bytes, page } = self.segment(id);
         let (address, bytes) = (self.blocks.get(id).address, self.blocks.get(id).bytes);
@@ -141,7 +144,8 @@ impl PyTorch {
         }
     }
 
-    /// Number of neighbours that are mapped: the segments that a block joins, or that remain without it.
+    /// Number of mapped neighbours of a block. These are the segments that the block joins when it is mapped, or that
+    /// remain when it is unmapped.
     fn mapped_neighbours(&self, id: BlockId) -> u64 {
         let block = self.blocks.get(id);
         let neighbours = [block.previous, block.next];

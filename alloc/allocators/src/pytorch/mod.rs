@@ -1,10 +1,10 @@
 //! PyTorch's caching allocator (`c10/cuda/CUDACachingAllocator.cpp`, 2.15).
 //!
 //! Requests are rounded to 512 bytes and served by the best-fitting free block of their stream and pool (small for at
-//! most 1 MiB, large otherwise). The block is split if the rest is worth it. If none fits, a segment is taken from the
-//! device: 2 MiB for small requests, 20 MiB for requests up to 10 MiB, and the size rounded to 2 MiB above that. Freed
-//! blocks join their free neighbours and stay cached. When the device is full, unsplit cached blocks go back to it, and
-//! the request is tried again.
+//! most 1 MiB, large otherwise). The block is split if the rest is large enough. If no block fits, a segment is taken
+//! from the device. It has 2 MiB for small requests and 20 MiB for requests up to 10 MiB; above that, the size is
+//! rounded to 2 MiB. Freed blocks join their free neighbours and stay cached. When the device is full, unsplit cached
+//! blocks are returned to it, and the request is tried again.
 
 mod blocks;
 mod expandable;
@@ -33,7 +33,7 @@ pub struct PyTorch {
     device: Device,
     blocks: Blocks,
     expandable: ExpandableSegments,
-    /// Freed blocks that other streams may still use, in the order in which their streams finish with them.
+    /// Freed blocks that other streams may still use, by stream, in the order in which the stream finishes with them.
     events: BTreeMap<Stream, VecDeque<BlockId>>,
     /// Number of events at the front of each queue that are done but not processed yet.
     done: BTreeMap<Stream, usize>,
@@ -54,7 +54,7 @@ impl PyTorch {
         }
     }
 
-    /// Gives all cached memory back to the device, as far as possible: `torch.cuda.empty_cache()`.
+    /// Returns all cached memory to the device as far as possible, like `torch.cuda.empty_cache()`.
     pub fn empty_cache(&mut self) {
         for stream in self.events.keys().copied().collect::<Vec<_>>() {
             self.synchronize(stream);
@@ -64,12 +64,12 @@ impl PyTorch {
         self.release_free_blocks(PoolKind::Small);
     }
 
-    /// The device, for an allocator that shares it.
+    /// The device, for an allocator that shares the device with this one.
     pub(super) fn device_mut(&mut self) -> &mut Device {
         &mut self.device
     }
 
-    /// Everything that the allocator tries, in order.
+    /// Searches a block in every way that the allocator has, in order. Returns `None` if all of them fail.
     fn find_block(&mut self, request: &Request) -> Option<BlockId> {
         if let Some(block) = self.take_free_block(request) {
             return Some(block);
@@ -111,8 +111,8 @@ impl PyTorch {
         let mut fitting = self.blocks.fitting(request.pool, request.stream, request.bytes);
         let mut found = fitting.next()?;
         if self.options.expandable_segments {
-            // A free block at the mapped end of a segment counts as large as it could grow. So a larger block that
-            // cannot grow is taken before the only one that can.
+            // A free block at the mapped end of a segment counts with the size to which it could grow. So a larger
+            // block that cannot grow is taken before the only block that can.
             let growable = |id: BlockId| {
                 let block = self.blocks.get(id);
                 let next = block.next.map(|next| self.blocks.get(next)).filter(|next| !next.mapped);
@@ -142,7 +142,7 @@ impl PyTorch {
         Some(self.blocks.create_segment(request.stream, request.pool, address, request.segment_bytes))
     }
 
-    /// True if the rest of a block is split off rather than handed out with it.
+    /// True if the rest of a block is split off. If it is false, the whole block is handed out.
     fn splits(&self, request: &Request, found: BlockId) -> bool {
         let remaining = self.blocks.get(found).bytes - request.bytes;
         if request.pool == PoolKind::Small || self.options.expandable_segments {
@@ -152,7 +152,7 @@ impl PyTorch {
         }
     }
 
-    /// Makes a block available again that is no longer in use.
+    /// Makes a block that is no longer in use available again.
     fn recycle(&mut self, id: BlockId) {
         let (previous, next) = (self.blocks.get(id).previous, self.blocks.get(id).next);
         self.blocks.merge(id, previous);
@@ -160,7 +160,7 @@ impl PyTorch {
         self.blocks.insert_free(id);
     }
 
-    /// Recycles the blocks whose last event is done.
+    /// Recycles the blocks whose last event has completed.
     fn process_events(&mut self) {
         for (stream, count) in std::mem::take(&mut self.done) {
             let Some(queue) = self.events.get_mut(&stream) else { continue };
@@ -178,8 +178,8 @@ impl PyTorch {
         }
     }
 
-    /// With `max_split_size_mb`: frees one oversized block that is large enough for the request, or otherwise as many
-    /// of the largest as needed. Returns whether enough was freed.
+    /// With `max_split_size_mb`, frees one oversized block that is large enough for the request. If there is none,
+    /// frees as many of the largest oversized blocks as needed. Returns true if enough was freed.
     fn release_oversized(&mut self, request: &Request) -> bool {
         let limit = self.options.max_split_bytes;
         if limit == u64::MAX {
@@ -206,7 +206,7 @@ impl PyTorch {
         released >= wanted
     }
 
-    /// Gives an unsplit free block back to the device.
+    /// Returns an unsplit free block to the device.
     fn release(&mut self, id: BlockId) {
         let bytes = self.blocks.get(id).bytes;
         self.blocks.remove_free(id);
@@ -230,7 +230,7 @@ impl PyTorch {
         }
     }
 
-    /// Most bytes that may be reserved, if a fraction of the device is set.
+    /// The most bytes that may be reserved; `None` unless a fraction of the device is set.
     fn allowed(&self) -> Option<u64> {
         self.options.memory_fraction.map(|fraction| (fraction * self.device.capacity() as f64) as u64)
     }
@@ -352,7 +352,7 @@ struct Request {
     bytes: u64,
     stream: Stream,
     pool: PoolKind,
-    /// Bytes to ask the device for if no free block fits.
+    /// Bytes to take from the device if no free block fits.
     segment_bytes: u64,
 }
 

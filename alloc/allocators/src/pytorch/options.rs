@@ -1,4 +1,4 @@
-//! `PYTORCH_ALLOC_CONF`: the options of PyTorch's caching allocator, in the text form of its users.
+//! `PYTORCH_ALLOC_CONF`: the options of PyTorch's caching allocator, in the text form that PyTorch reads.
 
 use std::str::FromStr;
 
@@ -7,16 +7,19 @@ const MIB: u64 = 1 << 20;
 /// The options that affect reserved memory. The defaults are PyTorch's.
 #[derive(Debug, Clone, PartialEq)]
 pub struct PyTorchOptions {
-    /// `max_split_size_mb`: blocks of at least this many bytes are never split, and serve no smaller request.
+    /// `max_split_size_mb`: blocks of at least this many bytes are never split, and do not serve requests smaller than
+    /// this.
     pub max_split_bytes: u64,
-    /// `max_non_split_rounding_mb`: an unsplittable block serves requests smaller than itself by less than this.
+    /// `max_non_split_rounding_mb`: an unsplittable block serves only requests that are smaller than the block by less
+    /// than this.
     pub max_non_split_rounding_bytes: u64,
-    /// `roundup_power2_divisions`: number of parts into which the range up to the next power of two is divided, for
-    /// requests below 2 MiB, below 4 MiB, … and from 32 GiB on. 0 and 1 round to multiples of 512 bytes instead.
+    /// `roundup_power2_divisions`: number of parts into which the range up to the next power of two is divided. The
+    /// entries are for requests below 2 MiB, below 4 MiB, and so on; the last is for 32 GiB and more. 0 and 1 round to
+    /// multiples of 512 bytes instead.
     pub roundup_power2_divisions: [u64; 16],
-    /// `garbage_collection_threshold`: fraction of the allowed memory above which cached blocks that are older than
-    /// average are freed before new memory is taken. As in the original, it has no effect unless
-    /// [`memory_fraction`](Self::memory_fraction) is set.
+    /// `garbage_collection_threshold`: a fraction of the allowed memory. If more than this is reserved, cached blocks
+    /// that are older than average are freed before new memory is taken. As in the original, the option has no effect
+    /// unless [`memory_fraction`](Self::memory_fraction) is set.
     pub garbage_collection_threshold: Option<f64>,
     /// `per_process_memory_fraction`: the fraction of the device that may be reserved.
     pub memory_fraction: Option<f64>,
@@ -47,7 +50,8 @@ impl PyTorchOptions {
         Self { expandable_segments: true, ..Self::default() }
     }
 
-    /// The rounded size of a request of `bytes`: a multiple of 512 bytes, or a division of a power of two.
+    /// Returns the rounded size of a request of `bytes`. It is a multiple of 512 bytes, or a division of a power of
+    /// two.
     pub(super) fn round(&self, bytes: u64) -> u64 {
         const SMALLEST: u64 = 512;
         if bytes < SMALLEST {
@@ -144,8 +148,9 @@ impl PyTorchOptions {
     }
 }
 
-/// Parses one number for all sizes, or `[MiB:divisions,…,>:divisions]`. The first entry also applies to smaller sizes
-/// and `>` to sizes above the last; sizes in between that are not named get none.
+/// Parses one number for all sizes, or `[MiB:divisions,…,>:divisions]`. The first entry also applies to smaller sizes,
+/// and `>` to sizes above the last entry. Sizes between two entries that are not named get no divisions. Returns `None`
+/// if the text has another form.
 fn divisions(value: &str) -> Option<[u64; 16]> {
     let count = |text: &str| text.trim().parse::<u64>().ok().filter(|n| *n == 0 || n.is_power_of_two());
     let Some(list) = value.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')) else {

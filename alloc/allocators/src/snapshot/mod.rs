@@ -1,7 +1,7 @@
 //! PyTorch memory snapshots, as `torch.cuda.memory._dump_snapshot` writes them.
 //!
 //! In: the pickle, from an untrusted source. Out: the lifetime of every recorded allocation, ready for planning and
-//! replay. The file may contain plain data only; nothing in it is ever imported or called (see `pickle`).
+//! replay. The file may contain plain data only; nothing in it is imported or called (see `pickle`).
 
 mod pickle;
 
@@ -23,15 +23,15 @@ const MAX_REFUSED: usize = 16;
 /// The allocations of one device.
 #[derive(Debug, Clone)]
 pub struct Snapshot {
-    /// Lifetimes of the allocations. A tick is an event of the trace. Allocations from before the recording live from
-    /// tick 0; those that existed after it live to the last tick.
+    /// Lifetimes of the allocations. Each event of the trace is a tick. Allocations from before the recording live from
+    /// tick 0 on; those that still existed at its end live to the last tick.
     pub problem: Problem,
     /// The stream of each allocation, indexed by [`BufferId`](gapless_alloc::BufferId). Streams are numbered by first
     /// appearance.
     pub streams: Vec<Stream>,
     /// Number of the device.
     pub device: usize,
-    /// Bytes that PyTorch held from the device when the snapshot was taken.
+    /// Bytes that PyTorch had taken from the device when the snapshot was taken.
     pub reserved: u64,
     /// The last 16 requests that PyTorch could not serve, in order. They are not part of the problem.
     pub refused: Vec<Refused>,
@@ -40,32 +40,32 @@ pub struct Snapshot {
 /// A request for which PyTorch was out of memory, and the state of the device at that time.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Refused {
-    /// Its event in the device's trace, counted from 0.
+    /// Index of the request's event in the device's trace, counted from 0.
     pub event: usize,
-    /// Tick of the problem after which it came.
+    /// Tick of the problem after which the request came.
     pub tick: u64,
-    /// Bytes that were asked for, as PyTorch rounds them.
+    /// Bytes requested, as PyTorch rounds them.
     pub bytes: u64,
     /// Bytes of the device that were free.
     pub device_free: u64,
-    /// Bytes that PyTorch held.
+    /// Bytes that PyTorch had taken from the device.
     pub reserved: u64,
-    /// Bytes of those that the program held.
+    /// Bytes of `reserved` that the program held.
     pub allocated: u64,
-    /// Its stream, numbered as in [`Snapshot::streams`].
+    /// Stream of the request, numbered as in [`Snapshot::streams`].
     #[serde(skip)]
     pub stream: Stream,
 }
 
 impl Refused {
-    /// Bytes of the device that another allocator would have had in PyTorch's place.
+    /// Bytes of the device that another allocator could have used in PyTorch's place.
     pub fn capacity(&self) -> u64 {
         self.reserved.saturating_add(self.device_free)
     }
 }
 
 impl Snapshot {
-    /// The program up to a refused request, which becomes its last buffer.
+    /// Returns the program up to a refused request, which becomes the last buffer of the problem.
     ///
     /// # Errors
     /// Returns an error in the same cases as [`Problem::new`].
@@ -119,7 +119,7 @@ pub enum SnapshotError {
     Problem(#[from] Box<gapless_alloc::Error>),
 }
 
-/// Reads the allocations of `device`, or of the only device that has any.
+/// Reads the allocations of `device`. With `None`, reads those of the only device that has any.
 ///
 /// # Errors
 /// Returns [`SnapshotError`] if the file ends early, is not plain data, is too large or is not a snapshot, or if its
@@ -155,7 +155,7 @@ struct SegmentBlock {
     bytes: u64,
     requested: u64,
     stream: i64,
-    /// Whether the program or another stream uses it.
+    /// True if the program or another stream uses the block.
     active: bool,
 }
 
@@ -171,7 +171,8 @@ fn blocks(pickle: &Pickle, device: usize) -> Result<Vec<SegmentBlock>, SnapshotE
         let mut address: i64 = integer(pickle, segment, "address")?;
         let what = || SnapshotError::NotASnapshot { what: "a segment has no blocks".into() };
         let in_segment = list(pickle, pickle.field(segment, "blocks").ok_or_else(what)?, "blocks")?;
-        // Lists can be shared, so the blocks read must be bounded, not only those in the file.
+        // Several entries may refer to one list. So the number of blocks read must be bounded, not only the number in
+        // the file.
         if blocks.len() + in_segment.len() > MAX_BLOCKS {
             return Err(SnapshotError::TooLarge { what: "blocks", limit: MAX_BLOCKS as u64 });
         }
@@ -190,7 +191,7 @@ fn blocks(pickle: &Pickle, device: usize) -> Result<Vec<SegmentBlock>, SnapshotE
 #[derive(Debug)]
 struct Entry {
     action: Action,
-    /// The address, or for a refused request the free bytes of the device.
+    /// The address of the block. For a refused request, the free bytes of the device.
     address: i64,
     bytes: i64,
     stream: i64,
@@ -201,15 +202,15 @@ enum Action {
     Allocate,
     /// The program freed the block.
     Free,
-    /// All streams are done with the block.
+    /// All streams have finished with the block.
     FreeCompleted,
     /// PyTorch was out of memory.
     Refused,
     /// PyTorch took memory from the device.
     Take,
-    /// PyTorch gave memory back to the device.
+    /// PyTorch returned memory to the device.
     GiveBack,
-    /// Snapshots and other events that say nothing about the program.
+    /// Snapshots and other events that are neither allocations nor frees.
     Other,
 }
 
@@ -272,7 +273,8 @@ fn lifetimes(events: &[Entry], blocks: &[SegmentBlock], device: usize) -> Result
     Ok(Snapshot { problem, streams, device, reserved: held, refused })
 }
 
-/// The requests that PyTorch could not serve. The bytes that it held then are computed backwards from those at the end.
+/// Returns the requests that PyTorch could not serve. The bytes that PyTorch held at each of them are computed
+/// backwards from the bytes at the end.
 fn refused(events: &[Entry], history: &History, held: u64, mut number: impl FnMut(i64) -> Stream) -> Vec<Refused> {
     let (mut refused, mut reserved, mut tick) = (Vec::new(), held, history.tick);
     for (event, entry) in events.iter().enumerate().rev() {
@@ -319,9 +321,10 @@ struct History {
     live: HashMap<i64, usize>,
     /// Allocations that the program has freed, but that other streams still use, by address.
     pending: HashMap<i64, usize>,
-    /// All addresses seen so far. A block freed at any other address was allocated before the recording began.
+    /// All addresses seen so far. If a block at any other address is freed, it was allocated before the recording
+    /// began.
     seen: HashSet<i64>,
-    /// Tick of the latest event; the first is 1.
+    /// Tick of the latest event. The first event has tick 1.
     tick: u64,
 }
 

@@ -4,14 +4,14 @@
 //! with text as ranges of the file. Never: an import or a call (their opcodes are refused), recursion, or a copy of a
 //! shared value. So nesting, loops and sharing cost nothing, and memory stays within a few words per byte of the file.
 //!
-//! Why no crate does this: `serde-pickle` 1.2 counts the references to each memoised value, and fails on values that
-//! are shared and contain memoised ones, as the stack frames of every snapshot do. It also recurses without a limit.
+//! No crate is used, because `serde-pickle` 1.2 counts the references to each memoised value. It fails on shared values
+//! that contain memoised ones, such as the stack frames of every snapshot. It also recurses without a limit.
 
 use std::ops::Range;
 
 use super::SnapshotError;
 
-/// Most values in one file: a few gigabytes of table.
+/// Most values in one file. A table of this many values takes a few gigabytes.
 const MAX_VALUES: usize = 1 << 26;
 
 /// Number of a value in its [`Pickle`].
@@ -22,13 +22,13 @@ pub(super) struct ValueId(u32);
 #[derive(Debug, PartialEq)]
 pub(super) enum Value {
     Integer(i64),
-    /// UTF-8 text as a range of the file.
+    /// UTF-8 text, as a range of the file.
     Text(Range<usize>),
     /// Lists and tuples.
     List(Vec<ValueId>),
-    /// Keys and values in turn.
+    /// Keys and values, alternating.
     Dict(Vec<ValueId>),
-    /// None, booleans, fractions, bytes and integers beyond 64 bits, which the reader of snapshots does not need.
+    /// None, booleans, fractions, bytes and integers beyond 64 bits. The reader of snapshots uses none of them.
     Other,
 }
 
@@ -65,8 +65,8 @@ impl<'b> Pickle<'b> {
         }
     }
 
-    /// The value of a key in a dict. Dicts of more than 1024 keys are skipped; the reader of snapshots needs none of
-    /// them.
+    /// Returns the value of a key in a dict, or `None` if there is none. Dicts of more than 1024 keys are skipped; the
+    /// reader of snapshots needs none of them.
     pub(super) fn field(&self, id: ValueId, key: &str) -> Option<ValueId> {
         let Value::Dict(entries) = self.value(id) else { return None };
         if entries.len() > 2048 {
@@ -96,28 +96,28 @@ impl<'b> Pickle<'b> {
     }
 }
 
-/// Pickle's stack machine.
+/// The stack machine that executes a pickle's opcodes.
 struct Machine<'b> {
     bytes: &'b [u8],
     at: usize,
     values: Vec<Value>,
     stack: Vec<ValueId>,
-    /// Heights of the stack at the open marks.
+    /// Heights that the stack had at each open mark.
     marks: Vec<usize>,
     memo: Vec<ValueId>,
 }
 
 impl Machine<'_> {
-    /// Runs the opcode at `start`. Returns the outermost value after the last opcode.
+    /// Executes the opcode at `start`. After the last opcode, returns the outermost value; before that, returns `None`.
     fn step(&mut self, start: usize) -> Result<Option<ValueId>, SnapshotError> {
         let malformed = || SnapshotError::Malformed { byte: start as u64 };
         let opcode = self.bytes[self.take(1)?.start];
         match opcode {
-            // Headers of the protocol and of frames, and the end.
+            // Headers of the protocol and of frames, and the end of the pickle.
             0x80 => _ = self.take(1)?,
             0x95 => _ = self.take(8)?,
             b'.' => return self.stack.pop().map(Some).ok_or_else(malformed),
-            // None and booleans; numbers of one, two, four and eight bytes, and numbers with a length.
+            // None and booleans; numbers of one, two, four and eight bytes, and numbers whose length is given.
             b'N' | 0x88 | 0x89 => self.push(Value::Other)?,
             b'K' => self.push_unsigned(1)?,
             b'M' => self.push_unsigned(2)?,
@@ -131,7 +131,7 @@ impl Machine<'_> {
                 let width = self.number(4)?;
                 self.push_signed(width)?;
             }
-            // Text and bytes, after a length of one, four or eight bytes.
+            // Text and bytes, preceded by a length of one, four or eight bytes.
             0x8c => self.push_text(1)?,
             b'X' => self.push_text(4)?,
             0x8d => self.push_text(8)?,
@@ -167,7 +167,7 @@ impl Machine<'_> {
                     _ => return Err(malformed()),
                 }
             }
-            // The memo, whose entries Python numbers consecutively.
+            // The memo. Python numbers its entries consecutively.
             0x94 | b'q' | b'r' => {
                 let number = match opcode {
                     b'q' => self.number(1)?,
@@ -265,7 +265,7 @@ impl Machine<'_> {
     }
 }
 
-/// Returns an error if a table has reached the limit, which is the same for all tables.
+/// Returns an error if a table has reached the limit on its entries.
 fn room<T>(table: &[T]) -> Result<(), SnapshotError> {
     match table.len() {
         MAX_VALUES => Err(SnapshotError::TooLarge { what: "values", limit: MAX_VALUES as u64 }),

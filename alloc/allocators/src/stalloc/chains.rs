@@ -1,26 +1,26 @@
-//! Chains of rectangles that take turns: each starts after the one before has ended.
+//! Chains of rectangles that take turns: each rectangle starts after the one before has ended.
 
 use std::cmp::Reverse;
 use std::collections::BTreeSet;
 
 use gapless_alloc::Lifetime;
 
-/// Numbers of rectangles of which none overlaps another in time.
+/// Numbers of rectangles, no two of which overlap in time.
 #[derive(Debug, Default)]
 pub(super) struct Chain {
     pub members: Vec<usize>,
-    /// The echoes of its members, see [`Echo`].
+    /// The echoes of the chain's members, see [`Echo`].
     pub echoes: Vec<Lifetime>,
 }
 
-/// The rectangles of the last planned iteration that are seen a second time, one iteration later (`iter1_start`,
-/// `iter1_end` and `global_max_time` in the released code). The iteration's first and last tick come from single
-/// buffers only, so there are echoes only if a step ends with a group.
+/// The ticks of the last planned iteration, whose rectangles count a second time, one iteration later. The released
+/// code calls these ticks `iter1_start`, `iter1_end` and `global_max_time`. It takes the iteration's first and last
+/// tick from single buffers only, so there are echoes only if a step ends with a group.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Echo {
     /// First tick of the last iteration.
     pub start: u64,
-    /// Number of ticks from there to the iteration's end.
+    /// Number of ticks from `start` to the end of the iteration.
     pub length: u64,
     /// The last tick of all rectangles.
     pub end: u64,
@@ -33,8 +33,8 @@ impl Echo {
     }
 }
 
-/// Forms chains: each rectangle of `numbers`, in that order, joins the chain that ended last before it starts, or
-/// begins a new one.
+/// Forms chains. Each rectangle of `numbers`, in that order, joins the chain that ended last before the rectangle
+/// starts, or begins a new chain.
 pub(super) fn chains<'l>(numbers: &[usize], lifetime: impl Fn(usize) -> &'l Lifetime, echo: &Echo) -> Vec<Chain> {
     let mut chains: Vec<Chain> = Vec::new();
     let mut ends: BTreeSet<(u64, Reverse<usize>)> = BTreeSet::new();

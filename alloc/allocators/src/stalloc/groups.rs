@@ -1,9 +1,9 @@
 //! STAlloc's groups (`group` in the released code): buffers that are born in one phase of a step and die in another.
 //!
-//! All members of a group are alive together between the two phases. So the group's size is the sum of theirs, and
-//! their offsets in it are fixed beforehand. Two groups that overlap in time are fused if that increases the product of
-//! their usages (the used part of a group's rectangle of time × memory): members of the smaller one go where the larger
-//! one is idle. A group with a usage below 0.7 is dissolved.
+//! All members of a group are alive together between the two phases. So the group's size is the sum of its members'
+//! sizes, and the members' offsets in the group are fixed beforehand. The *usage* of a group is the used part of its
+//! rectangle of time × memory. Two groups that overlap in time are fused if that increases the product of their usages:
+//! members of the smaller group go where the larger one is idle. A group with a usage below 0.7 is dissolved.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -14,13 +14,13 @@ use super::Rectangle;
 use super::layers::in_heap;
 use super::skyline::Skyline;
 
-/// Least part of its rectangle that a group must use.
+/// Least usage of a group.
 const LEAST_USAGE: f64 = 0.7;
 
-/// A group with fewer members than this that is smaller than a tenth of the largest group is dissolved.
+/// A group is dissolved if it has fewer members than this and is smaller than a tenth of the largest group.
 const FEW: usize = 5;
 
-/// The rectangles of a group, by number, with their offsets in it.
+/// The rectangles of a group, by number, with their offsets in the group.
 type Members = Vec<(usize, u64)>;
 
 /// Buffers at fixed offsets relative to each other.
@@ -32,8 +32,8 @@ pub(super) struct Group {
 }
 
 /// Forms groups of the rectangles that live from one phase to another, without fusing them. `spans` has the iteration,
-/// first phase and last phase of each rectangle. Also returns the rectangles in no group, in the released planner's
-/// order.
+/// first phase and last phase of each rectangle. Also returns the rectangles that are in no group, in the order of the
+/// released planner.
 pub(super) fn form(rectangles: &[Rectangle], spans: &[(u64, usize, usize)]) -> (Vec<Group>, Vec<usize>) {
     let mut by_span: BTreeMap<(u64, usize, usize), Vec<usize>> = BTreeMap::new();
     let mut single = Vec::new();
@@ -48,8 +48,8 @@ pub(super) fn form(rectangles: &[Rectangle], spans: &[(u64, usize, usize)]) -> (
     groups.sort_by_key(|group| group.lifetime.start);
     let largest = groups.iter().map(|group| group.bytes).max().unwrap_or(0);
     dissolve(&mut groups, &mut single, |g| (g.bytes as f64) < largest as f64 * 0.1 && g.members.len() < FEW);
-    // A single buffer as large as a group becomes a group. As in the released code, the one after it in the list is
-    // skipped.
+    // A single buffer that is as large as a group becomes a group of its own. As in the released code, the next buffer
+    // in the list is then skipped.
     let smallest = groups.iter().map(|group| group.bytes).min().unwrap_or(u64::MAX);
     let mut is_passed_over = false;
     single.retain(|&number| {
@@ -64,7 +64,7 @@ pub(super) fn form(rectangles: &[Rectangle], spans: &[(u64, usize, usize)]) -> (
     (groups, single)
 }
 
-/// Dissolves some groups: their members become single buffers, in order of birth.
+/// Dissolves the groups for which `is_none` is true. Their members become single buffers, in order of birth.
 fn dissolve(groups: &mut Vec<Group>, single: &mut Vec<usize>, is_none: impl Fn(&Group) -> bool) {
     groups.retain(|group| {
         let gone = is_none(group);
@@ -77,7 +77,7 @@ fn dissolve(groups: &mut Vec<Group>, single: &mut Vec<usize>, is_none: impl Fn(&
     });
 }
 
-/// Numbers of the groups by size, the largest first. Groups of one size are in the order of [`in_heap`].
+/// Numbers of the groups by size, the largest first. Groups of equal size are in the order of [`in_heap`].
 pub(super) fn by_size(groups: &[Group]) -> Vec<Vec<usize>> {
     let mut by_size: BTreeMap<u64, Vec<usize>> = BTreeMap::new();
     for (number, group) in groups.iter().enumerate() {
@@ -86,8 +86,9 @@ pub(super) fn by_size(groups: &[Group]) -> Vec<Vec<usize>> {
     by_size.into_values().rev().map(|alike| in_heap(alike, |number| groups[number].lifetime.start)).collect()
 }
 
-/// Tries to fuse each group with all larger ones. A base is fused once. As in the released code, a smaller group goes
-/// on to further bases in the same turn, so its members may be in several of the resulting groups.
+/// Tries to fuse each group with all larger groups, called bases. A base is fused at most once. As in the released
+/// code, a smaller group that was fused is tried with further bases in the same turn, so its members may end up in
+/// several groups.
 pub(super) fn fuse(rectangles: &[Rectangle], groups: Vec<Group>) -> Vec<Group> {
     let classes = by_size(&groups);
     let mut is_used = vec![false; groups.len()];
@@ -107,7 +108,7 @@ pub(super) fn fuse(rectangles: &[Rectangle], groups: Vec<Group>) -> Vec<Group> {
             }
         }
     }
-    // The rest by size, in the order in which the sizes first occur.
+    // The remaining groups follow size by size. The sizes are in the order in which they first occur.
     let mut classes = classes;
     classes.sort_by_key(|class| class.iter().min().copied());
     fused.extend(classes.into_iter().flatten().filter(|&number| !is_used[number]).map(|number| groups[number].clone()));
@@ -129,15 +130,15 @@ impl Group {
         Self { members, lifetime, bytes }
     }
 
-    /// The part of the group's rectangle that its members use.
+    /// Returns the part of the group's rectangle that its members use.
     fn usage(&self, rectangles: &[Rectangle]) -> f64 {
         let area = |lifetime: &Lifetime, bytes: u64| u128::from(lifetime.end - lifetime.start) * u128::from(bytes);
         let used: u128 = self.members.iter().map(|m| area(&rectangles[m.0].lifetime, rectangles[m.0].bytes)).sum();
         used as f64 / area(&self.lifetime, self.bytes).max(1) as f64
     }
 
-    /// Fuses `small` into the idle space of `base`. Returns the fused group and a group of what did not fit, if the
-    /// usages improve.
+    /// Fuses `small` into the idle space of `base`. Returns the fused group, and a group of the members that did not
+    /// fit. Returns `None` if that would not improve the usages.
     fn fuse(rectangles: &[Rectangle], base: &Self, small: &Self) -> Option<(Self, Option<Self>)> {
         let (a, b) = (&base.lifetime, &small.lifetime);
         let base_first = a.start <= b.start;
@@ -154,15 +155,15 @@ impl Group {
     }
 }
 
-/// Returns the members of both groups with their offsets, and the members of the smaller that found no place.
+/// Returns the members of both groups with their offsets, and the members of the smaller group that found no place.
 ///
-/// The base becomes a staircase: the further a member reaches towards the other group, the lower it lies. The idle
-/// space is then in one piece, and each step of it takes the first member of the other group that does not overlap it
-/// in time.
+/// The base becomes a staircase: the further a member reaches towards the other group, the lower the member lies. So
+/// the idle space is in one piece. Each step of the staircase takes the first member of the other group that does not
+/// overlap it in time.
 fn fill(rectangles: &[Rectangle], base: &Group, small: &Group, base_first: bool) -> Option<(Members, Vec<usize>)> {
     let start = |number: usize| rectangles[number].lifetime.start;
     let end = |number: usize| rectangles[number].lifetime.end;
-    // Sorted by birth first, so that members with equal ends stay in that order.
+    // Members are sorted by birth first, so that members with equal ends stay in that order.
     let by_birth = |group: &Group| {
         let mut members: Vec<usize> = group.members.iter().map(|m| m.0).collect();
         members.sort_by_key(|&m| start(m));
@@ -195,7 +196,7 @@ fn fill(rectangles: &[Rectangle], base: &Group, small: &Group, base_first: bool)
                 let member = left.remove(at);
                 placed.push((member, offset));
                 floor = offset + rectangles[member].bytes;
-                // The floor may be lower than before.
+                // The search starts again from the first step, since the floor may be lower than before.
                 step = 0;
             }
             None if step + 1 == steps.len() => break,
@@ -236,11 +237,11 @@ mod tests {
         let rows = [(0..30, 8), (1..29, 4), (2..3, 1), (11..29, 2)];
         check(&rows, &[10, 20], false, &[(&[0, 1], 12), (&[3], 2)], &[2]);
         check(&rows, &[], false, &[], &[0, 1, 2, 3]);
-        // Two thirds of the rectangle are idle, so it is no group.
+        // Two thirds of the rectangle are idle, so it does not become a group.
         check(&[(0..11, 8), (9..30, 8)], &[10], false, &[], &[0, 1]);
-        // It has few members and less than a tenth of the largest group's bytes, so it is no group.
+        // The second group has few members and less than a tenth of the largest group's bytes, so it is dissolved.
         check(&[(0..30, 100), (1..15, 9)], &[10, 20], false, &[(&[0], 100)], &[1]);
-        // Every second single buffer that is as large as a group becomes one.
+        // Every second single buffer that is as large as a group becomes a group.
         let rows = [(0..30, 4), (1..2, 5), (3..4, 5), (5..6, 5)];
         check(&rows, &[10], false, &[(&[0], 4), (&[1], 5), (&[3], 5)], &[2]);
     }

@@ -1,5 +1,5 @@
-//! Layers of groups (`merge_candidates` in the released planner). Sizes come in descending order; each goes into lanes
-//! within the existing layers, then into layers of its own.
+//! Layers of groups (`merge_candidates` in the released planner). Groups are placed by size, the largest first. The
+//! groups of one size go into lanes within the existing layers, then into layers of their own.
 
 use gapless_alloc::Lifetime;
 
@@ -9,8 +9,8 @@ use super::groups::{self, Group};
 use super::layers::{Layers, occupied};
 use super::skyline::Skyline;
 
-/// Places groups and then single rectangles, and returns the height. `spans` has the iteration, first phase and last
-/// phase of each rectangle.
+/// Places groups and then single rectangles. Records their offsets and returns the height. `spans` has the iteration,
+/// first phase and last phase of each rectangle.
 pub(super) fn place(rectangles: &[Rectangle], spans: &[(u64, usize, usize)], offsets: &mut [u64]) -> u64 {
     let echo = echo(rectangles, spans);
     let (groups, single) = groups::form(rectangles, spans);
@@ -31,7 +31,7 @@ pub(super) fn place(rectangles: &[Rectangle], spans: &[(u64, usize, usize)], off
     layers.height
 }
 
-/// The echo of the last iteration. Its ticks come from rectangles that live within one phase.
+/// Returns the echo of the last iteration. Its ticks come from rectangles that live within one phase.
 fn echo(rectangles: &[Rectangle], spans: &[(u64, usize, usize)]) -> Echo {
     let last = spans.iter().map(|span| span.0).max().unwrap_or(0);
     let single = || rectangles.iter().zip(spans).filter(|(_, s)| s.0 == last && s.1 == s.2).map(|(r, _)| &r.lifetime);
@@ -41,7 +41,7 @@ fn echo(rectangles: &[Rectangle], spans: &[(u64, usize, usize)]) -> Echo {
     Echo { start, length, end }
 }
 
-/// A range of offsets with lanes in it.
+/// A range of offsets that is divided into lanes.
 struct Layer {
     bytes: u64,
     lanes: Vec<Lane>,
@@ -74,8 +74,8 @@ fn stack(groups: &[Group], echo: &Echo) -> Vec<Layer> {
 }
 
 impl Layer {
-    /// Moves groups from `left` to lanes of `bytes`: first to lanes within existing ones that are large enough, then
-    /// above those.
+    /// Moves groups from `left` to lanes of `bytes`. Lanes are first made within existing lanes that are large enough,
+    /// then above them.
     fn take(&mut self, groups: &[Group], bytes: u64, left: &mut Vec<usize>, echo: &Echo) {
         let (mut above, mut at) = (0, 0);
         while at < self.lanes.len() {
@@ -87,13 +87,13 @@ impl Layer {
             if offset + room + bytes < self.bytes {
                 above = above.max(offset + room);
             }
-            // The released code uses the lane's size as its end.
+            // The released code uses the size of the lane as its end.
             self.take_from(groups, offset, room, bytes, left, echo);
         }
         self.take_from(groups, above, self.bytes, bytes, left, echo);
     }
 
-    /// Adds one lane after another from `offset` to `end`, until one takes no group.
+    /// Adds one lane after another from `offset` to `end`, until a lane takes no group.
     fn take_from(
         &mut self,
         groups: &[Group],
@@ -129,7 +129,7 @@ impl Layer {
         }
     }
 
-    /// The members of all groups, with the offset of their lane.
+    /// The members of all groups in the layer, each with the offset of its lane.
     fn members<'l>(&'l self, groups: &'l [Group]) -> impl Iterator<Item = (u64, &'l (usize, u64))> {
         let of_lane = |lane: &'l Lane| lane.groups.iter().map(|&number| (lane.offset, number));
         let members = |(offset, number): (u64, usize)| groups[number].members.iter().map(move |m| (offset, m));

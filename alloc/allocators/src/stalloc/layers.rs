@@ -1,14 +1,15 @@
-//! The released planner's `split-and-fuse` (the last step of `allocate_group` in Synthesizer/allocator.py). Sizes come
-//! in descending order; each goes into the idle space of the existing layers, then into layers of its own.
+//! The released planner's `split-and-fuse` (the last step of `allocate_group` in Synthesizer/allocator.py). Buffers are
+//! placed by size, the largest first. The buffers of one size go into the idle space of the existing layers, then into
+//! layers of their own.
 //!
-//! Two of its habits affect the figures:
+//! Two properties of the released code affect the results:
 //!
-//! - Time counts single requests. A buffer that fills a layer occupies its first to its last tick, both included, but a
-//!   member of the layer itself occupies the tick before its first to the one before its last. So a buffer that is
-//!   freed in the very request before a member's birth doesn't fit.
+//! - Time counts single requests. A buffer that fills a layer occupies its first to its last tick, both included. A
+//!   member of the layer itself, however, occupies the tick before its first to the tick before its last. So a buffer
+//!   that is freed in the very request before a member's birth doesn't fit.
 //! - The order in which a size class is offered is revised by [`TRIALS`] passes. They fill copies of the layers, and
-//!   move the positions that found no place to the front. Positions are then read as numbers of buffers, and no pass is
-//!   judged by its gain.
+//!   move the positions that found no place to the front. The next pass reads these positions as numbers of buffers.
+//!   Whether a pass has improved the result is not checked.
 
 use std::collections::BTreeMap;
 
@@ -19,15 +20,16 @@ use super::chains::{Echo, chains};
 use super::rooms::{Class, Left, Rooms, stack};
 use super::skyline::Skyline;
 
-/// Passes over a size class before it is placed. The released code repeats a pass as long as the bytes of the layers
-/// that the class would need alone don't grow, until they were the same five times. They always are.
+/// Passes over a size class before it is placed. The released code repeats a pass until the bytes of the layers that
+/// the class would need alone have stayed the same five times, or have grown. They are the same in every pass, so there
+/// are always this many passes.
 const TRIALS: usize = 6;
 
 /// All layers, one above the other.
 #[derive(Debug, Default)]
 pub(super) struct Layers {
     layers: Vec<Layer>,
-    /// Sum of their bytes, at most `u64::MAX`.
+    /// Sum of the layers' bytes, at most `u64::MAX`.
     pub height: u64,
 }
 
@@ -68,7 +70,7 @@ impl Layers {
         let class = Class::new(bytes, ticks);
         let mut rooms = Rooms::default();
         let order = self.revised_order(&class, &mut rooms);
-        // First, the members that fit into existing layers.
+        // Members go into existing layers as far as they fit.
         let rank = ranks(&order);
         let mut left = Left::all(order.len());
         for at in self.as_large_as(bytes) {
@@ -90,7 +92,7 @@ impl Layers {
             }
             layer.skyline = room.grown(&layer.skyline, &heights);
         }
-        // Then new layers for the rest.
+        // All other members go into new layers.
         let mut left: Vec<usize> = left.places().map(|place| numbers[order[place]]).collect();
         left.sort_by_key(|&number| lifetime(number).start);
         for chain in chains(&left, lifetime, echo) {
@@ -100,7 +102,7 @@ impl Layers {
         }
     }
 
-    /// The order in which members of the class are offered, after the trials.
+    /// Returns the order in which members of the class are offered, after the trials.
     fn revised_order(&self, class: &Class, rooms: &mut Rooms) -> Vec<usize> {
         let mut order: Vec<usize> = (0..class.ticks.len()).collect();
         for _ in 0..TRIALS {
@@ -115,7 +117,7 @@ impl Layers {
         order
     }
 
-    /// Offers all members to every layer, and returns the places of the order whose members no layer takes.
+    /// Offers all members to every layer. Returns the places in `order` of the members that no layer takes.
     fn trial(&self, class: &Class, rooms: &mut Rooms, order: &[usize]) -> Left {
         let mut left = Left::all(order.len());
         let rank = ranks(order);
@@ -126,7 +128,7 @@ impl Layers {
             let layer = &self.layers[at];
             let room = rooms.of(at, layer, class);
             let mut places = room.by_place(&rank);
-            // Entries after the last place that still needs this layer change nothing.
+            // Entries after the last place that this layer could still take change nothing.
             places.truncate(places.iter().rposition(|(place, _)| left.is_left[*place]).map_or(0, |last| last + 1));
             if places.is_empty() {
                 continue;
@@ -154,13 +156,14 @@ fn ranks(order: &[usize]) -> Vec<usize> {
     rank
 }
 
-/// The ticks that a member of the layer itself occupies.
+/// Returns the ticks that a member of the layer itself occupies.
 pub(super) fn occupied(lifetime: &Lifetime) -> Lifetime {
     lifetime.start - 1..lifetime.end
 }
 
-/// The order of a binary heap's array after the items were pushed one by one by `key` (Python's `heapq`), which the
-/// released planner iterates over. Items pushed in ascending order stay in that order.
+/// Returns the items in the order of a binary heap's array, after they were pushed one by one with `key` (Python's
+/// `heapq`). The released planner iterates over such an array. Items that are pushed in ascending order stay in that
+/// order.
 pub(super) fn in_heap(items: Vec<usize>, key: impl Fn(usize) -> u64) -> Vec<usize> {
     let mut heap = items;
     for pushed in 1..heap.len() {

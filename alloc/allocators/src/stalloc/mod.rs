@@ -1,20 +1,24 @@
-//! STAlloc: a static plan from a profiled run that is matched request by request, and a caching allocator for the rest.
+//! STAlloc: a static plan from a profiled run that is matched request by request, and a caching allocator for all other
+//! requests.
 //!
 //! The model follows the released planner (`Synthesizer/` of infinigence/STAlloc at 3a9f97ff4896, arXiv 2507.16274). It
-//! lays persistent buffers end to end, and plans the buffers that are born in the first two iterations. All sizes are
+//! places persistent buffers end to end, and plans the buffers that are born in the first two iterations. All sizes are
 //! rounded to 512 bytes.
 //!
-//! - By default ([`StAlloc::new`], `--static-algo split-and-fuse`) the rest goes into layers, size by size.
+//! - By default ([`StAlloc::new`], `--static-algo split-and-fuse`), the buffers of the iterations go into layers, size
+//!   by size.
 //! - If the phases of a step are known, buffers that are born in one phase and die in another are grouped and fused
-//!   first ([`StAlloc::with`], `group`). Its users get the better of the two only with `--static-algo autotune`.
-//! - [`StAlloc::strips`] is the idea of the layers without the losses of the released code.
+//!   first ([`StAlloc::with`], `group`). STAlloc takes the better of these two plans only with `--static-algo
+//!   autotune`.
+//! - [`StAlloc::strips`] follows the idea of the layers, without the losses of the released code.
 //!
-//! At run time the n-th request of an iteration gets the n-th planned offset if its size is the planned one and the
-//! bytes are free. Otherwise PyTorch's caching allocator serves it. Requests of at most 512 bytes have blocks of their
+//! At run time, the n-th request of an iteration gets the n-th planned offset if its size is the planned one and the
+//! bytes are free. Otherwise, PyTorch's caching allocator serves it. Requests of at most 512 bytes have blocks of their
 //! own, twice as many as are ever alive.
 //!
-//! Buffers marked as dynamic (their sizes depend on the data) are not planned. They get the best-fitting range that the
-//! plan leaves idle throughout their lifetime, or else come from the caching allocator too.
+//! Buffers that are marked as dynamic (their sizes depend on the data) are not planned. A dynamic buffer gets the
+//! best-fitting range that the plan leaves idle throughout its lifetime. If there is none, the caching allocator serves
+//! it too.
 
 mod chains;
 mod groups;
@@ -61,8 +65,8 @@ impl StAlloc {
         Self::with(device, problem, requests, &[], |_| false)
     }
 
-    /// Plans the buffers of `problem` that are not dynamic. `phases` are the ticks, ascending, at which a phase of the step
-    /// (the forward or backward pass of a micro-batch) ends and the next begins.
+    /// Plans the buffers of `problem` that are not dynamic. `phases` are the ticks, ascending, at which one phase of the
+    /// step ends and the next begins. A phase is the forward or backward pass of a micro-batch.
     pub fn with(
         device: Device,
         problem: &Problem,
@@ -73,7 +77,7 @@ impl StAlloc {
         Self::planned("stalloc", device, Plan::released(problem, requests, phases, is_dynamic))
     }
 
-    /// Plans one iteration in strips, without the losses of the released planner: lifetimes are not extended, and a
+    /// Plans one iteration in strips, without the losses of the released planner: lifetimes are not extended, and each
     /// size class is placed in order of birth.
     pub fn strips(device: Device, problem: &Problem, requests: &Requests) -> Self {
         Self::planned("stalloc-strips", device, Plan::strips(problem, requests))
@@ -98,7 +102,8 @@ impl StAlloc {
         self.plan.bytes.saturating_add(self.plan.small_blocks * GRAIN)
     }
 
-    /// Takes the pool from the device, if that has not been done yet.
+    /// Returns the address of the pool, which is taken from the device first if that has not been done yet. Returns
+    /// `None` if the device does not have the bytes.
     fn pool(&mut self) -> Option<u64> {
         let bytes = self.pool_bytes();
         if self.pool.is_none() && bytes > 0 {
@@ -110,7 +115,8 @@ impl StAlloc {
         Some(self.pool.unwrap_or_default())
     }
 
-    /// The planned offset of the next request, if its size is as planned and the bytes are free.
+    /// Returns the planned offset of the next request. Returns `None` if its size is not the planned one or the bytes
+    /// are not free.
     fn planned_offset(&mut self, bytes: u64) -> Option<u64> {
         if bytes <= self.plan.small {
             return self.small.pop();
@@ -243,17 +249,17 @@ mod tests {
     fn smaller_sizes_fill_larger_layers_first() {
         check(&[(1..3, 2048), (2..4, 2048), (6..9, 4096)], 4096 + 2048, 4096);
         check(&[(0..9, 1024), (1..4, 4096), (4..8, 4096)], 1024 + 4096, 1024 + 4096);
-        // Layers are separate: the idle space of two layers does not add up.
+        // Layers are separate, so the idle spaces of two layers do not add up.
         let rows = [(0..2, 4096), (0..2, 4096), (2..4, 3072), (2..4, 3072), (2..4, 2048)];
         check(&rows, 2 * 4096 + 2048, 2 * 4096 + 2048);
     }
 
     #[test]
     fn the_released_planner_leaves_a_request_between() {
-        // A buffer is freed right before a member of the layer is born, in this iteration or in the next.
+        // A buffer is freed right before a member of the layer is born, either in this iteration or in the next one.
         check(&[(0..1, 2048), (2..3, 4096)], 4096 + 2048, 4096);
         check(&[(0..1, 4096), (2..3, 2048)], 4096 + 2048, 4096);
-        // The requests of a small buffer lie in between. That buffer has a block of its own.
+        // The requests of a small buffer lie in between. The small buffer has a block of its own.
         check(&[(0..1, 2048), (2..3, 100), (4..5, 4096)], 4096 + 2 * 512, 4096);
     }
 

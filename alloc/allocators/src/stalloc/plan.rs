@@ -1,4 +1,5 @@
-//! The plan that STAlloc makes before the first request: an offset or idle ranges for each request of two iterations.
+//! The plan that STAlloc makes before the first request. It has an offset or idle ranges for each request of two
+//! iterations.
 
 use std::ops::Range;
 
@@ -21,22 +22,22 @@ pub(super) struct Rectangle {
 pub(super) struct Plan {
     /// The persistent buffers, then the births of each planned iteration.
     pub requests: Vec<Planned>,
-    /// The request that follows the last one.
+    /// Index of the request with which the plan continues after its last request.
     pub again: usize,
     /// Bytes of the pool.
     pub bytes: u64,
-    /// Requests of at most so many bytes are not planned: each gets a block of [`GRAIN`] bytes.
+    /// Requests of at most this many bytes are not planned. Each gets a block of [`GRAIN`] bytes.
     pub small: u64,
-    /// Number of such blocks.
+    /// Number of blocks for small requests.
     pub small_blocks: u64,
 }
 
 /// The plan for one request.
 #[derive(Debug, Clone)]
 pub(super) enum Planned {
-    /// This offset, if the size is as planned.
+    /// The buffer goes to this offset, if its size is the planned one.
     Static { offset: u64, bytes: u64 },
-    /// Anywhere in these ranges of the pool (offset, bytes), which are idle throughout the buffer's lifetime.
+    /// The buffer goes anywhere in these ranges of the pool (offset, bytes), which are idle throughout its lifetime.
     Dynamic { idle: Vec<(u64, u64)> },
 }
 
@@ -48,8 +49,8 @@ struct Birth {
 }
 
 impl Plan {
-    /// A plan as the released code makes it: two iterations together, in ticks of single requests. It uses the
-    /// algorithm `group` if there are phases, otherwise `split-and-fuse`.
+    /// Makes a plan like the released code: two iterations together, in ticks of single requests. The algorithm is
+    /// `group` if there are phases, otherwise `split-and-fuse`.
     pub(super) fn released(
         problem: &Problem,
         requests: &Requests,
@@ -79,7 +80,7 @@ impl Plan {
         plan.assemble(problem, requests, &births, &is_dynamic, place)
     }
 
-    /// A plan of one iteration in strips, without the losses of the released code.
+    /// Makes a plan of one iteration in strips, without the losses of the released code.
     pub(super) fn strips(problem: &Problem, requests: &Requests) -> Self {
         let births = in_ticks_of_requests(requests, 0);
         let births: Vec<Birth> =
@@ -87,8 +88,8 @@ impl Plan {
         Self::default().assemble(problem, requests, &births, &|_| false, strips::place)
     }
 
-    /// Puts persistent buffers end to end, and the buffers of the iterations above them. `place` finds offsets for
-    /// those that are not dynamic, and returns their height.
+    /// Puts persistent buffers end to end, and the buffers of the iterations above them. `place` finds offsets for the
+    /// buffers that are not dynamic, and returns their height.
     fn assemble(
         mut self,
         problem: &Problem,
@@ -112,7 +113,8 @@ impl Plan {
         let sum: u128 = rectangles.iter().map(|rectangle| u128::from(rectangle.bytes)).sum();
         let height = if sum >> 56 == 0 { place(&rectangles, &mut offsets) } else { u64::MAX };
         self.bytes = base.saturating_add(height);
-        // In order of birth: the next rectangle, and the earlier ones that are still alive.
+        // Births are visited in order: `next` is the next rectangle, and `alive` has the earlier ones that are still
+        // alive.
         let (mut next, mut alive): (usize, Vec<usize>) = (0, Vec::new());
         for birth in births {
             self.requests.push(if is_dynamic(birth.id) {
@@ -135,8 +137,8 @@ impl Plan {
     }
 }
 
-/// The births of an iteration. Every request, birth or death, is one tick. The first is tick 1, since parameters come
-/// before.
+/// The births of an iteration. Every request, whether birth or death, is one tick. The first request is tick 1, because
+/// parameters are allocated before.
 fn in_ticks_of_requests(requests: &Requests, iteration: u64) -> impl Iterator<Item = Birth> {
     let first = 1 + iteration * requests.step().len() as u64;
     let mut births: Vec<Birth> = Vec::new();
@@ -168,7 +170,7 @@ fn most_small(problem: &Problem, requests: &Requests) -> u64 {
     most
 }
 
-/// The free ranges (start, bytes) that sorted used ranges (start, end) leave within a range.
+/// Returns the free ranges (start, bytes) within a range that sorted used ranges (start, end) leave.
 pub(super) fn gaps(within: Range<u64>, used: &[(u64, u64)]) -> Vec<(u64, u64)> {
     let mut gaps = Vec::new();
     let mut floor = within.start;

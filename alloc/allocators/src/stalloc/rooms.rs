@@ -1,7 +1,7 @@
 //! The room that layers have for one size class.
 //!
 //! The births and deaths of a class's members cut time into cells, and each member needs a few consecutive cells. So a
-//! trial only copies one height per cell and looks at a few cells for each member.
+//! trial only copies one height per cell, and looks at a few cells for each member.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -26,7 +26,7 @@ impl Class {
         Self { bytes, ticks, by_start }
     }
 
-    /// The members that lie within one of these ranges of ticks, in order of birth.
+    /// Returns the members that lie within one of these ranges of ticks, in order of birth.
     fn within(&self, valleys: &[Lifetime]) -> Vec<usize> {
         let mut members = Vec::new();
         for valley in valleys {
@@ -38,20 +38,21 @@ impl Class {
     }
 }
 
-/// The room that one layer has, for each member by itself.
+/// The room that one layer has for each member, if that member is alone.
 pub(super) struct Room {
-    /// The members that have room, by number, with their cells.
+    /// The members for which there is room, by number, each with the cells that it needs.
     members: Vec<(usize, Range<usize>)>,
-    /// Start of each cell, and the end of the last.
+    /// Start of each cell, and finally the end of the last cell.
     ticks: Vec<u64>,
-    /// The greatest height in each cell that a member needs.
+    /// The greatest height of the layer in each cell that a member needs.
     pub heights: Vec<u64>,
 }
 
 impl Room {
     fn new(layer: &Layer, class: &Class) -> Self {
         let limit = layer.bytes.saturating_sub(class.bytes);
-        // A few members are looked up one by one; many are looked up in the free ranges.
+        // If the class has few members, each is looked up by itself; otherwise the members are looked up in the free
+        // ranges.
         let mut members = match class.ticks.len() < layer.skyline.pieces() / 16 {
             true => (0..class.ticks.len()).filter(|&m| layer.skyline.is_low(&class.ticks[m], limit)).collect(),
             false => class.within(&layer.skyline.valleys(limit)),
@@ -63,7 +64,7 @@ impl Room {
         let cell = |tick: u64| ticks.partition_point(|&other| other < tick);
         let cells = |member: usize| (member, cell(class.ticks[member].start)..cell(class.ticks[member].end));
         let members: Vec<_> = members.into_iter().map(cells).collect();
-        // Number of members that need each cell, as differences between neighbours.
+        // Number of members that need each cell, stored as the difference from the cell before.
         let mut needed = vec![0i64; ticks.len()];
         for (_, cells) in &members {
             needed[cells.start] += 1;
@@ -78,21 +79,22 @@ impl Room {
         Self { members, ticks, heights }
     }
 
-    /// The places of the members in an order, ascending, with their cells.
+    /// Returns the places of the members in an order, ascending, each with the cells that the member needs.
     pub(super) fn by_place(&self, rank: &[usize]) -> Vec<(usize, Range<usize>)> {
         let mut places: Vec<_> = self.members.iter().map(|(member, cells)| (rank[*member], cells.clone())).collect();
         places.sort_by_key(|place| place.0);
         places
     }
 
-    /// The layer's skyline with the new heights of the cells that have grown.
+    /// Returns the layer's skyline, with the new heights of the cells that have grown.
     pub(super) fn grown(&self, skyline: &Skyline, heights: &[u64]) -> Skyline {
         let grown = (0..heights.len()).filter(|&cell| heights[cell] > self.heights[cell]);
         skyline.with(grown.map(|cell| (self.ticks[cell]..self.ticks[cell + 1], heights[cell])))
     }
 }
 
-/// Rooms by layer. Each is computed when it is first needed, since many classes are placed before the last layers.
+/// The rooms of all layers. Each is computed when it is first needed, since most classes are placed before the last
+/// layers are reached.
 #[derive(Default)]
 pub(super) struct Rooms {
     known: BTreeMap<usize, Room>,
@@ -104,7 +106,8 @@ impl Rooms {
     }
 }
 
-/// Puts `bytes` on top of everything in these cells, if that stays within `limit`. Returns the height below.
+/// Stacks `bytes` on the highest of these cells and raises all of them to the new top. Returns the offset of the new
+/// bytes, or `None` if the top would exceed `limit`.
 pub(super) fn stack(cells: &mut [u64], bytes: u64, limit: u64) -> Option<u64> {
     let below = cells.iter().copied().max()?;
     let top = below.checked_add(bytes).filter(|&top| top <= limit)?;
@@ -112,7 +115,7 @@ pub(super) fn stack(cells: &mut [u64], bytes: u64, limit: u64) -> Option<u64> {
     Some(below)
 }
 
-/// The places of an order that have found no room yet.
+/// The places of an order whose members have found no room yet.
 pub(super) struct Left {
     pub is_left: Vec<bool>,
     pub count: usize,

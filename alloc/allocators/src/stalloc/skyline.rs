@@ -12,7 +12,7 @@ pub(super) struct Skyline {
 }
 
 impl Skyline {
-    /// The same height at all ticks.
+    /// A skyline with the same height at all ticks.
     pub(super) fn flat(height: u64) -> Self {
         Self { steps: vec![(0, height)] }
     }
@@ -22,7 +22,8 @@ impl Skyline {
         self.steps[self.covered(lifetime)].iter().map(|step| step.1).max().expect("a skyline starts at tick 0")
     }
 
-    /// Puts `bytes` on top of everything during `lifetime`, if that stays within `limit`. Returns the height below.
+    /// Stacks `bytes` on the greatest height during `lifetime`, and raises the skyline to the new top for that time.
+    /// Returns the offset of the new bytes, or `None` if the top would exceed `limit`.
     pub(super) fn stack(&mut self, lifetime: &Lifetime, bytes: u64, limit: u64) -> Option<u64> {
         let room = limit.checked_sub(bytes)?;
         let below = Some(self.top(lifetime)).filter(|&top| top <= room)?;
@@ -30,17 +31,17 @@ impl Skyline {
         Some(below)
     }
 
-    /// Raises every lower height during `lifetime` to `top`.
+    /// Raises the skyline to at least `top` during `lifetime`.
     pub(super) fn raise(&mut self, lifetime: &Lifetime, top: u64) {
         let covered = self.steps[self.covered(lifetime)].iter();
         let raised: Vec<(u64, u64)> = covered.map(|&(tick, h)| (tick.max(lifetime.start), h.max(top))).collect();
         self.replace(lifetime, raised);
     }
 
-    /// A copy with other heights in some ranges of ticks, which ascend and do not overlap.
+    /// Returns a copy with other heights in some ranges of ticks, which must ascend and not overlap.
     pub(super) fn with(&self, others: impl IntoIterator<Item = (Lifetime, u64)>) -> Self {
         let mut steps: Vec<(u64, u64)> = Vec::with_capacity(self.steps.len());
-        // The next old step, and the old height before it.
+        // `next` is the next old step, and `height` is the old height before that step.
         let (mut next, mut height) = (0, 0);
         for (lifetime, other) in others {
             while next < self.steps.len() && self.steps[next].0 < lifetime.start {
@@ -92,7 +93,7 @@ impl Skyline {
         first..first + more
     }
 
-    /// Replaces the heights during `lifetime`. The first of `heights` is at its start.
+    /// Replaces the heights during `lifetime`. The first entry of `heights` must be at the start of `lifetime`.
     fn replace(&mut self, lifetime: &Lifetime, heights: impl IntoIterator<Item = (u64, u64)>) {
         let covered = self.covered(lifetime);
         let (first, last) = (self.steps[covered.start], self.steps[covered.end - 1]);
@@ -103,7 +104,7 @@ impl Skyline {
     }
 }
 
-/// Adds a step. It replaces one at the same tick, and is left out if it changes nothing.
+/// Adds a step. The step replaces one at the same tick, and is left out if it does not change the height.
 fn push(steps: &mut Vec<(u64, u64)>, step: (u64, u64)) {
     if steps.last().is_some_and(|last| last.0 == step.0) {
         steps.pop();

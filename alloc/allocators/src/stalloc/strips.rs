@@ -1,8 +1,8 @@
-//! Strips without the losses of the released planner: buffers of one size take turns in strips. Large sizes come first,
-//! and smaller ones fill the idle space of larger strips before they get strips of their own.
+//! Strips without the losses of the released planner: buffers of one size take turns in strips. Large sizes are placed
+//! first. Smaller buffers fill the idle space of larger strips before they get strips of their own.
 //!
 //! One iteration is planned. Each lifetime lasts from birth to death and no longer, and every size class is placed in
-//! order of birth. This is the idea of [`layers`](super::layers) at its best.
+//! order of birth. The result is what [`layers`](super::layers) could reach at best.
 
 use std::collections::BTreeMap;
 
@@ -10,7 +10,7 @@ use super::Rectangle;
 use super::chains::{Echo, chains};
 use super::skyline::Skyline;
 
-/// A range of offsets over all time, filled from below.
+/// A range of offsets over all of time, which is filled from the bottom.
 struct Strip {
     offset: u64,
     bytes: u64,

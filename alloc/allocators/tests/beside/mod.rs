@@ -1,4 +1,4 @@
-//! One step, served by the arena and by the allocators that would serve it otherwise.
+//! One step, served by the arena and by the other allocators.
 
 use std::collections::HashSet;
 
@@ -29,7 +29,7 @@ pub struct Case<'c> {
     pub iterations: u64,
 }
 
-/// Bytes reserved on a large device, and on the smallest one that suffices.
+/// Bytes reserved on a large device, and on the smallest device that suffices.
 #[derive(Debug, Clone, Copy)]
 pub struct Reserved {
     pub reserved: u64,
@@ -49,7 +49,7 @@ pub struct Row {
 }
 
 impl Row {
-    /// The least that any of the other allocators took.
+    /// Returns the fewest bytes that any of the other allocators took.
     pub fn best(&self, bytes: impl Fn(&Reserved) -> u64) -> u64 {
         self.peers.iter().map(bytes).min().expect("there are three")
     }
@@ -86,12 +86,12 @@ impl Row {
 }
 
 impl Case<'_> {
-    /// Runs the step through all of them.
+    /// Runs the step through the arena and all other allocators.
     pub fn row(&self) -> Row {
         let ample = self.checked_report(u64::MAX >> 8).high_water_bytes;
         let static_height = self.static_height();
-        // A larger reserve does not always serve what a smaller one served; the same holds for the others and their
-        // devices.
+        // A larger reserve does not always serve the requests that a smaller one served. The same holds for the other
+        // allocators and their devices.
         let (mut fails, mut serves) = (0, ample.div_ceil(STEP));
         while self.run(serves * STEP).is_none() {
             serves += serves / 64 + 1;
@@ -121,8 +121,8 @@ impl Case<'_> {
         ends.max().unwrap_or(0)
     }
 
-    /// Runs the step on a reserve of so many bytes; returns the arena and what was served, or `None` if it does not
-    /// fit.
+    /// Runs the step with a reserve of this many bytes. Returns the arena and the served requests, or `None` if a
+    /// request overflows.
     fn run(&self, reserve: u64) -> Option<(Arena, Vec<Served>)> {
         let options = ArenaOptions::with_reserve(Reserve::Bytes(reserve));
         let plan = ArenaPlan::new(self.fixed, self.offsets, self.requests.to_vec(), &options).expect("sound requests");
@@ -131,7 +131,7 @@ impl Case<'_> {
         run.overflows.is_empty().then_some((arena, run.served))
     }
 
-    /// Like [`run`](Self::run), for a reserve that suffices, with a check of the addresses.
+    /// Like [`run`](Self::run), for a reserve that suffices. It also checks the addresses.
     fn checked_report(&self, reserve: u64) -> ArenaReport {
         let (arena, served) = self.run(reserve).expect("it does");
         let limit = arena.plan().height();
@@ -160,7 +160,7 @@ impl Case<'_> {
                     as Box<dyn Allocator>
             })
         };
-        // STAlloc's planner has two algorithms; the better result counts.
+        // STAlloc's planner has two algorithms, of which the better result counts.
         let ways = [&[][..], self.phases].into_iter().take(if self.phases.is_empty() { 1 } else { 2 });
         let stalloc = ways.map(stalloc).min_by_key(|r| r.reserved).expect("there is one");
         [stalloc, pytorch(PyTorchOptions::default()), pytorch(PyTorchOptions::expandable())]

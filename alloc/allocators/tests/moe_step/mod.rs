@@ -1,4 +1,4 @@
-//! Steps of mixture-of-experts models and ways to route their tokens, for tests and benches.
+//! Steps of mixture-of-experts models, and ways to route their tokens, for tests and benches.
 //!
 //! A [`MoeStep`] is one rank of a pipeline with expert parallelism. It runs 1F1B, and every layer has attention (static
 //! buffers) and experts (requests). A [`Routing`] gives the rows that the rank receives in each layer and micro-batch.
@@ -34,7 +34,7 @@ pub struct MoeStep {
 }
 
 impl MoeStep {
-    /// Four layers of Mixtral 8x7B (arXiv 2401.04088, table 1) on the first of four stages, an expert per rank.
+    /// Four layers of Mixtral 8x7B (arXiv 2401.04088, table 1) on the first of four stages, with one expert per rank.
     pub fn mixtral() -> Self {
         Self {
             layers: 4,
@@ -50,7 +50,8 @@ impl MoeStep {
         }
     }
 
-    /// Six layers of Qwen1.5-MoE-A2.7B (60 fine-grained experts of 1408, four per token) and its head, on one of four ranks.
+    /// Six layers of Qwen1.5-MoE-A2.7B and its head, on one of four ranks. The model has 60 fine-grained experts of width
+    /// 1408, four per token.
     pub fn qwen() -> Self {
         Self {
             layers: 6,
@@ -71,8 +72,8 @@ impl MoeStep {
         self.tokens * self.top_k
     }
 
-    /// The most rows that a rank can receive: every token of every rank, for as many of its experts as a token can
-    /// choose.
+    /// The most rows that a rank can receive. Every token of every rank then chooses as many of this rank's experts as
+    /// it can.
     pub fn most_rows(&self) -> u64 {
         self.ranks * self.tokens * self.top_k.min(self.experts / self.ranks)
     }
@@ -127,7 +128,7 @@ impl BuiltStep {
     }
 }
 
-/// Buffers that a layer's forward leaves for its backward: first ticks and sizes.
+/// Buffers that a layer's forward keeps for its backward, with their first ticks and sizes.
 struct Saved {
     layer: u64,
     fixed: Vec<(u64, u64)>,
@@ -166,13 +167,14 @@ impl Build {
         let MoeStep { tokens, hidden, inner, .. } = self.step;
         let token_rows = 2 * tokens * hidden;
         let mut fixed = Vec::new();
-        // Norm, queries, keys and values, attention, projection, residual: each reads the result of the one before.
+        // Norm, queries, keys and values, attention, projection, residual. Each reads the result of the operation
+        // before.
         for bytes in [token_rows, 3 * token_rows, token_rows, token_rows, 2 * token_rows, token_rows] {
             let at = self.instruction();
             fixed.push((at + 1, bytes));
             self.fixed(at..at + 2, token_rows / 2);
         }
-        // Dispatch sends sorted rows; then gate, up, product, down; combine adds up the returned rows.
+        // Dispatch sends sorted rows. Then come gate, up, product and down, and combine adds up the returned rows.
         let at = self.instruction();
         self.fixed(at + 1..at + 5, self.step.top_k * token_rows);
         let mut rows = vec![(self.instruction() + 1, 2 * hidden)];
@@ -206,7 +208,7 @@ impl Build {
         let receive = self.instruction();
         self.fixed(receive..receive + 2, self.step.top_k * token_rows);
         self.rows(receive + 1..receive + 4, 2 * hidden, layer, m, "d_down");
-        // The gradient of the product, then of gate and up, then of the received rows.
+        // The gradient of the product comes first, then those of gate and up, then that of the received rows.
         let product = self.instruction();
         self.rows(product + 1..product + 4, 2 * inner, layer, m, "d_product");
         let gates = self.instruction();
@@ -231,21 +233,21 @@ impl Build {
 /// The distribution of rows over ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Routing {
-    /// All experts are equally likely, with up to 5 % more or less on this rank.
+    /// All experts are equally likely. This rank gets up to 5 % more or fewer rows than the average.
     Uniform,
     /// The n-th most popular expert is chosen n^−0.6 as often as the first. The ranking changes with layer and
     /// micro-batch.
     Zipf,
-    /// All tokens choose one expert of this rank first, and their others uniformly.
+    /// Every token chooses the same expert of this rank first, and its other experts uniformly.
     OneExpert,
-    /// Twice the balanced rows and nearly none, in turns.
+    /// Twice the balanced rows, and nearly no rows, in turns.
     Oscillating,
-    /// Anything from nothing to the bound.
+    /// Any number of rows from none to the bound.
     Anything,
 }
 
 impl Routing {
-    /// All of them.
+    /// All routings.
     pub const ALL: [Self; 5] = [Self::Uniform, Self::Zipf, Self::OneExpert, Self::Oscillating, Self::Anything];
 
     /// Rows that the rank receives for one layer and micro-batch, in repetition `round`.

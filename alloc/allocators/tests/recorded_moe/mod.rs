@@ -1,12 +1,14 @@
-//! Recorded steps of mixture-of-experts models, separated into buffers whose size depends on the data and the rest.
+//! Recorded steps of mixture-of-experts models. Their buffers are separated into dynamic ones, whose size depends on
+//! the data, and all others.
 //!
 //! The tables have sizes but no names, so buffers are recognized by their shapes (in bf16). An expert's forward with
 //! `rows` rows has three or more births of `2 · FF · rows` bytes (gate, up, silu, product) and then one of `2 · D ·
 //! rows`, not counting workspaces. The dispatch that feeds a rank's experts has `2 · D · rows`, `8 · rows` (indices),
 //! `2 · D · rows`.
 //!
-//! A size that is `rows` times one of these widths, for rows found in this way, depends on the data. The exception is a
-//! size that occurs more often than those experts can need it: then a static number of rows happens to be the same.
+//! If the rows of an expert or a dispatch are found in this way, every size that is `rows` times one of these widths is
+//! dynamic. The exception is a size that occurs more often than the experts can need it. In that case, a static number
+//! of rows happens to be the same.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -17,7 +19,7 @@ use gapless_alloc::{Buffer, BufferId, Label, Problem, Role, csv};
 use gapless_testing::few;
 use serde_json::Value;
 
-/// One table, separated.
+/// One table, with its dynamic buffers separated.
 pub struct Recorded {
     pub name: String,
     /// The table as recorded.
@@ -37,7 +39,8 @@ impl Recorded {
     }
 }
 
-/// Recordings of models with experts, the smallest first: single steps, and whole runs if they are available.
+/// Visits the recordings of models with experts, the smallest first: single steps, and whole runs if they are
+/// available.
 pub fn each(folder: &Path, mut visit: impl FnMut(Recorded)) {
     let manifest: Value = serde_json::from_reader(File::open(folder.join("manifest.json")).unwrap()).unwrap();
     let traces = manifest.as_array().unwrap().iter().filter(|trace| trace["config"]["moe"].is_string());
@@ -72,7 +75,7 @@ fn taken_apart(name: &str, config: &Value, whole: Problem) -> Recorded {
     let request = |&id: &BufferId| {
         let b = whole.buffer(id);
         let (rows_in_it, per_row, is_rank) = sizes[&b.bytes];
-        // Two of eight experts are on this rank of four, and each token chooses two.
+        // This rank, one of four, has two of the eight experts, and each token chooses two experts.
         let (balanced, most) = match (is_parallel, is_rank) {
             (true, true) => (2 * tokens, 4 * tokens * 2),
             (true, false) => (tokens, 4 * tokens),
@@ -96,7 +99,7 @@ fn taken_apart(name: &str, config: &Value, whole: Problem) -> Recorded {
     Recorded { name: name.into(), fixed, requests, dynamic, whole }
 }
 
-/// Numbers of rows, and how often each was found.
+/// The numbers of rows that were found, and how often each was found.
 struct Rows {
     /// Rows of single experts.
     experts: BTreeMap<u64, usize>,
@@ -134,7 +137,7 @@ impl Rows {
         let mut count: BTreeMap<u64, usize> = BTreeMap::new();
         whole.buffers().iter().for_each(|b| *count.entry(b.bytes).or_default() += 1);
         let mut sizes = BTreeMap::new();
-        // In a loop over experts, each picks its rows by its own indices (8 bytes) and weights (2 bytes).
+        // In a loop over experts, each expert picks its rows by its own indices (8 bytes) and weights (2 bytes).
         let own: &[u64] = if self.ranks.is_empty() { &[inner, width, 8, 2] } else { &[inner, width] };
         let experts = self.experts.iter().flat_map(|(&rows, &found)| own.iter().map(move |&w| (rows, found, w, false)));
         let ranks = self.ranks.iter().flat_map(|(&rows, &found)| [width, 8].map(|w| (rows, found, w, true)));
