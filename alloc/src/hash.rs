@@ -10,9 +10,11 @@ use crate::Problem;
 /// followed by these numbers as 64-bit little-endian integers:
 ///
 /// 1. The number of buffers. Then for each buffer: the first tick, the tick after the last, the bytes, the alignment,
-/// the offset in the plan, then 1 and the pinned offset, or 0 and 0 if the buffer has no pin. 2. The number of groups.
-/// Then for each group: 1 if the planner chooses the order (else 0), the number of members, and the members. 3. The
-/// number of forbidden ranges, merged and ascending. Then for each range: the first byte and the byte after the last.
+///    the offset in the plan, then 1 and the pinned offset, or 0 and 0 if the buffer has no pin.
+/// 2. The number of groups. Then for each group: 1 if the planner chooses the order (else 0), the number of members,
+///    and the members.
+/// 3. The number of forbidden ranges, merged and ascending. Then for each range: the first byte and the byte after the
+///    last.
 ///
 /// If the input ever changes, the number in the text changes too.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

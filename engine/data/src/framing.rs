@@ -49,10 +49,11 @@ pub(crate) struct Framing {
 }
 
 impl Framing {
-    /// Determines the framing of a tokenizer at a path. The end token is named by the first of these that names one: 1.
-    /// the options 2. `eos_token` in tokenizer_config.json, then in special_tokens_map.json, as in transformers 3.
-    /// `eos_token_id` in the model's config.json, then in generation_config.json 4. a token of the tokenizer with one
-    /// of the common names
+    /// Determines the framing of a tokenizer at a path. The end token is named by the first of these that names one:
+    /// 1. the options
+    /// 2. `eos_token` in tokenizer_config.json, then in special_tokens_map.json, as in transformers
+    /// 3. `eos_token_id` in the model's config.json, then in generation_config.json
+    /// 4. a token of the tokenizer with one of the common names
     ///
     /// # Errors
     /// Returns an error if the tokenizer does not have the end token of the options, if no end token is found, or if a

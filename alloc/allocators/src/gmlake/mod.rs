@@ -6,10 +6,12 @@
 //!
 //! For a large request, the allocator tries in this order:
 //!
-//! 1. the best-fitting free primitive block, which is split if a chunk or more is left over; 2. a free stitched block
-//! of at most ten times the size; 3. if the request has at least the size of the fragmentation limit, stitching the
-//! largest free primitive blocks until they suffice, the last one split; 4. new chunks; 5. new chunks again, after
-//! returning the cached blocks to the device.
+//! 1. the best-fitting free primitive block, which is split if a chunk or more is left over;
+//! 2. a free stitched block of at most ten times the size;
+//! 3. if the request has at least the size of the fragmentation limit, stitching the largest free primitive blocks
+//!    until they suffice, the last one split;
+//! 4. new chunks;
+//! 5. new chunks again, after returning the cached blocks to the device.
 //!
 //! Stitched blocks are kept for reuse as long as their chunks exist, up to a limit of mapped addresses.
 

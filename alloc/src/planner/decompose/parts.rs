@@ -4,13 +4,15 @@
 //! whole. Never: a decision that could cost height. All four steps are exact:
 //!
 //! 1. Sizes are rounded up to the greatest common divisor of the alignments, since no buffer can start in between
-//! (unless a forbidden range does). If an alignment divides all sizes and pins, every stack of buffers satisfies it,
-//! and it is dropped. 2. Each group becomes one item, as if all its members lived as long as the group
-//! (`features/groups.rs` plans groups whose members don't). 3. Ticks become *cliques*: the maximal sets of buffers
-//! alive together, numbered in order of time. Two buffers overlap in time exactly when they share a clique. Between two
-//! cliques, the order of births and deaths doesn't matter. 4. The problem is split wherever no item is alive on both
-//! sides of a clique boundary. Items alive throughout a part go to its bottom, and the rest of the part may be split
-//! again.
+//!    (unless a forbidden range does). If an alignment divides all sizes and pins, every stack of buffers satisfies it,
+//!    and it is dropped.
+//! 2. Each group becomes one item, as if all its members lived as long as the group (`features/groups.rs` plans groups
+//!    whose members don't).
+//! 3. Ticks become *cliques*: the maximal sets of buffers alive together, numbered in order of time. Two buffers
+//!    overlap in time exactly when they share a clique. Between two cliques, the order of births and deaths doesn't
+//!    matter.
+//! 4. The problem is split wherever no item is alive on both sides of a clique boundary. Items alive throughout a part
+//!    go to its bottom, and the rest of the part may be split again.
 
 use std::cmp::Reverse;
 use std::collections::HashSet;

@@ -3,12 +3,12 @@
 //! The members of such a group form a staircase: rectangles at fixed distances. The other searches place single
 //! rectangles only. So three related problems are planned:
 //!
-//! 1. Without the groups, each member by itself. A bound proven for this problem holds for the original too. 2. With
-//! each group as one rectangle, as if all members lived as long as the group. Every plan of this problem is a plan of
-//! the original, but wastes the space around shorter-lived members. 3. With the members of the groups pinned, if the
-//! best plan so far is higher than the proven bound. The other buffers can then use the space around each member. The
-//! pins come from the earlier plan and the plan of 2, then from placing the staircases one by one, and finally from all
-//! possible places, if these are few.
+//! 1. Without the groups, each member by itself. A bound proven for this problem holds for the original too.
+//! 2. With each group as one rectangle, as if all members lived as long as the group. Every plan of this problem is a
+//!    plan of the original, but wastes the space around shorter-lived members.
+//! 3. With the members of the groups pinned, if the best plan so far is higher than the proven bound. The other buffers
+//!    can then use the space around each member. The pins come from the earlier plan and the plan of 2, then from
+//!    placing the staircases one by one, and finally from all possible places, if these are few.
 
 use std::cmp::Reverse;
 

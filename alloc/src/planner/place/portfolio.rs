@@ -1,9 +1,10 @@
 //! Sweeps with many policies. The cheap policies that often succeed come first.
 //!
 //! 1. Outwards from the fullest clique, whose items fill the arena without a gap in any order. The two halves of time
-//! are independent, so the best sweep of each half becomes part of the plan. 2. From the edges of time, forward and
-//! backward. 3. Around the long-lived items, which are placed first. 4. [Squeaky wheel](squeaky_wheel): items that end
-//! above the ceiling are placed first in the next sweep.
+//!    are independent, so the best sweep of each half becomes part of the plan.
+//! 2. From the edges of time, forward and backward.
+//! 3. Around the long-lived items, which are placed first.
+//! 4. [Squeaky wheel](squeaky_wheel): items that end above the ceiling are placed first in the next sweep.
 
 use std::cmp::Reverse;
 
