@@ -127,8 +127,9 @@ impl<'a> Search<'a> {
         }
         for rank in (0..ranks).rev() {
             let forward = self.setting.costs.action(Action::new(Kind::Forward, self.down(rank), 0));
-            // A forward is added on this rank and all ranks before it if it ends before the first micro-batch comes
-            // back up, and if there is room for two forwards per rank of the remaining way.
+            // Adds a further forward on this rank and on each rank before it, on two conditions. This rank's forward
+            // must end before the first micro-batch comes back up, and the limit must leave room for two forwards per
+            // rank of the remaining way.
             while self.growth.arrival(Kind::Forward, self.up(rank))? >= self.growth.free(rank) + forward
                 && self.growth.room(rank) >= 2 * u64::from(rank) + 2
                 && self.growth.done(Kind::Forward, self.down(rank)) < micro_batches
