@@ -136,7 +136,7 @@ pub struct CompiledProgram {
     pub requests: usize,
     /// Calls to the pipeline's communicator. Ranks use this list to agree on an order of messages.
     pub messages: Vec<Call>,
-    /// Offsets of buffers in the offload file, indexed by [`HostId`](super::HostId).
+    /// Offsets of buffers in the offload file, indexed by [`OffloadId`](super::OffloadId).
     pub host: Vec<u64>,
     /// Number of row counts that are determined while the program runs.
     pub row_counts: usize,
