@@ -57,7 +57,7 @@ struct Args {
     /// Room for received rows, as a multiple of the rows of balanced routing; by default enough for the worst case
     #[arg(long)]
     reserve: Option<f64>,
-    /// What to do when that room is not enough: error, grow or recompute
+    /// The policy when that room is not enough: error, grow or recompute
     #[arg(long, default_value = "error")]
     overflow: String,
     #[arg(long, default_value_t = 2e-3)]

@@ -14,7 +14,7 @@ use super::record::Found;
 
 #[derive(Debug, clap::Args)]
 pub struct Arguments {
-    /// Which GPU.
+    /// The GPU to use.
     #[arg(long, default_value_t = Gpu(0))]
     device: Gpu,
     /// Rows of the batch; by default 16 × 1024 tokens

@@ -32,7 +32,7 @@ pub struct GradientError {
     ///
     /// The allowed error of an element is one rounding (2⁻⁸ of the element) plus a fraction of the norm of the whole
     /// tensor. The fraction is 1e-5 for operations that sum in f32, or 2⁻⁸ if the operation [rounds its
-    /// factors](gapless_graph::Op::rounds_factors).
+    /// factors](gapless_graph::Op::rounds_intermediates).
     pub bf16: Option<f64>,
 }
 

@@ -37,7 +37,7 @@ impl Checked {
         self.require((0.0..1.0).contains(&x), || format!("{name} is {x}, which is not from 0 to below 1"))
     }
 
-    /// Checks that the number of parameters is at most [`MOST_ELEMENTS`].
+    /// Checks that the number of parameters is at most [`MAX_ELEMENTS`].
     pub fn elements(self, elements: u128) -> Self {
         let why = || format!("it has {elements} parameters, above the maximum of {MAX_ELEMENTS}");
         self.require(elements <= MAX_ELEMENTS, why)

@@ -68,7 +68,7 @@ impl Console {
         }
     }
 
-    /// Handles an event; this is a callback for [`Fit::run`](super::Fit::run). Prints every tenth step, every
+    /// Handles an event; this is a callback for [`TrainingLoop::run`](super::TrainingLoop::run). Prints every tenth step, every
     /// evaluation and every checkpoint, and writes a row for each step and evaluation.
     ///
     /// # Errors

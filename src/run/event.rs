@@ -7,7 +7,7 @@ use std::time::Duration;
 use gapless_engine::{StepReport, Times, Trainer};
 use serde::Serialize;
 
-/// An event of a [`Fit`](super::Fit). `Display` formats it as a line of text, and serde as a row for a file
+/// An event of a [`TrainingLoop`](super::TrainingLoop). `Display` formats it as a line of text, and serde as a row for a file
 /// ([`Console::row`](super::Console::row)).
 #[derive(Debug, Clone, Serialize)]
 #[serde(untagged)]

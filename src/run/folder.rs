@@ -79,7 +79,7 @@ impl RunFolder {
 
     /// Sets how many of the checkpoints with the lowest validation loss are kept in addition to the newest; 0 by
     /// default. Only checkpoints that were saved right after an evaluation have a validation loss
-    /// ([`Fit`](super::Fit)).
+    /// ([`TrainingLoop`](super::TrainingLoop)).
     pub fn keep_best(self, keep_best: usize) -> Self {
         Self { keep_best, ..self }
     }

@@ -13,7 +13,7 @@ use super::{Console, RunConfig, RunError};
 
 /// Returns the settings of a resumed run. A setting for which `is_given` returns true is taken from `now`, and any
 /// other setting from the checkpoint. `part` is the key of the settings in the value that was saved with the run
-/// ([`Fit::save`](super::Fit::save)). The result is checked by [`expect_same`].
+/// ([`TrainingLoop::save`](super::TrainingLoop::save)). The result is checked by [`expect_same`].
 ///
 /// # Errors
 /// Returns the errors of [`expect_same`], and an error if the saved settings are not of type `T`.

@@ -197,7 +197,7 @@ pub(super) fn csv(sweep: &Sweep, throughput: &[Throughput]) -> String {
     text
 }
 
-/// Returns the rows whose plan exceeds the live bytes by at least [`EXCEPTION`].
+/// Returns the rows whose plan exceeds the live bytes by at least `EXCEPTION`.
 pub fn above_bound(rows: &[Row]) -> Vec<&Row> {
     let is_above = |row: &&Row| {
         let fragmentation = row.figures.as_ref().and_then(|figures| figures.fragmentation(None));

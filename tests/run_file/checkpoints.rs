@@ -1,4 +1,4 @@
-//! Which checkpoints a run keeps, when it ends, and which changes allow it to be resumed.
+//! Checks which checkpoints a run keeps, when it ends, and which changes allow it to be resumed.
 
 use gapless::Checkpoint;
 use gapless::run::{Console, Ended, RunConfig, RunError, Start, TrainedRun, train};

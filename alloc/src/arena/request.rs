@@ -35,7 +35,7 @@ pub struct Request {
     pub label: Label,
 }
 
-/// How much room the arena guarantees to a request.
+/// The room that the arena guarantees to a request.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Need {
     /// As much as the [`Reserve`] promises.
@@ -44,7 +44,7 @@ pub enum Need {
     /// Room for its bound, whatever the [`Reserve`] promises to others.
     Certain,
     /// As much as the [`Reserve`] promises, but the caller can do without the buffer.
-    /// [`Arena::offer`](super::Arena::offer) serves such a request beyond its promise if that takes no room from other
+    /// [`Arena::try_request`](super::Arena::try_request) serves such a request beyond its promise if that takes no room from other
     /// requests.
     Optional,
 }

@@ -87,7 +87,7 @@ pub struct MissingLibrary {
     pub what: &'static str,
     /// The file names that were tried, and the reason why each failed.
     pub tried: Vec<(String, String)>,
-    /// What the user can do.
+    /// The remedy.
     pub remedy: &'static str,
 }
 

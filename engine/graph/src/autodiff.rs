@@ -184,12 +184,12 @@ impl Pass {
                 lock(&self.graph).set_place(place);
                 let dense =
                     if made { part.contiguous()? } else { Tensor::apply_op::<1>(Contiguous, &[&part])?[0].clone() };
-                // `make_in` may have changed the type of the value since the handle `dense` was created.
+                // `change_output_dtype` may have changed the type of the value since the handle `dense` was created.
                 let made_in = lock(&self.graph).value(dense.id()).spec.dtype;
                 let is_so = made_in == dtype
                     || !read.contains(&dense.id()) && lock(&self.graph).change_output_dtype(dense.id(), dtype)?;
                 let summand = if is_so { dense.id() } else { self.cast(dense, dtype)?.id() };
-                // If another parameter has the same gradient (two summands of one sum), `make_in` must not change the
+                // If another parameter has the same gradient (two summands of one sum), `change_output_dtype` must not change the
                 // type of this value any more.
                 read.insert(summand);
                 summands.push(summand);

@@ -225,7 +225,7 @@ impl Trainer {
     }
 }
 
-/// How the logits of the next token are computed: with caches, or over whole windows.
+/// The computation of the next token's logits: with caches, or over whole windows.
 #[derive(Debug)]
 enum LogitsSource {
     Cached(Cached),

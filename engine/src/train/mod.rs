@@ -55,7 +55,7 @@ pub struct StepReport {
     pub gradient_norm: f32,
     /// Learning rate of the update.
     pub lr: f64,
-    /// Whether the step was skipped, because the loss or the gradient norm exceeded its limit in [`Limits`] or was
+    /// Whether the step was skipped, because the loss or the gradient norm exceeded its limit in [`SkipThresholds`] or was
     /// not finite.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub skipped: bool,

@@ -38,7 +38,7 @@ pub struct Arguments {
     /// The device of the snapshot to replay, if it has traces of several.
     #[arg(long, value_name = "NUMBER", requires = "snapshot")]
     snapshot_device: Option<usize>,
-    /// How many times the step runs; buffers that live through all of it are allocated once.
+    /// The number of times that the step runs; buffers that live through all of it are allocated once.
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..))]
     iterations: u64,
     /// Allocators to compare, separated by commas; all by default.

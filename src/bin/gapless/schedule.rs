@@ -70,7 +70,7 @@ pub struct Arguments {
     width: usize,
 }
 
-/// What is put around the actions.
+/// The instructions that are added around the actions.
 #[derive(Debug, clap::Args)]
 struct Lowering {
     /// Insert sends, receives and waits into the table, as PyTorch's runtime does.

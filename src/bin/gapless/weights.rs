@@ -18,7 +18,7 @@ pub enum WeightType {
     Bf16,
 }
 
-/// What the weights of a folder are opened with.
+/// The settings with which a folder's weights are opened.
 #[derive(Debug, clap::Args)]
 pub struct FolderArguments {
     /// The type of a folder's weights in memory. The default is f32, whatever the file stores, as it adds no rounding; bf16 takes

@@ -97,7 +97,7 @@ pub(crate) struct Whole {
     pub padding: u64,
 }
 
-/// How often the items that are alive throughout a part are removed and the rest is split again. Deeper nesting is left
+/// The number of times that items that are alive throughout a part are removed and the rest is split again. Deeper nesting is left
 /// to the searches.
 const DEPTH: u32 = 8;
 

@@ -28,7 +28,7 @@ mod jobs {
 
     /// The rank that fails.
     const CULPRIT: usize = 1;
-    /// How long a rank waits for a rank that hangs.
+    /// The time that a rank waits for a rank that hangs.
     const SHORT: Duration = Duration::from_secs(1);
 
     pub fn main() {

@@ -68,7 +68,7 @@ generated! {
     }
 }
 
-/// Of every 4096 windows, each part has its share. It visits its own windows in the same order as it would alone, and
+/// Each part has its share of every 4096 windows. It visits its own windows in the same order as it would alone, and
 /// the result does not depend on other calls.
 #[test]
 fn parts_of_a_mixture_have_their_shares_and_their_own_order() {

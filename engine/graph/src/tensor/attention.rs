@@ -32,7 +32,7 @@ impl Tensor {
         self.attend_past(&k.cached("keys")?, &v.cached("values")?, how)
     }
 
-    /// Like [`Self::attend`], for keys and values that are computed from results of [`Self::with_past`]. These keys and
+    /// Like [`Self::attend`], for keys and values that are computed from results of [`Self::cached`]. These keys and
     /// values already cover all tokens of the window, so they are not cached again.
     ///
     /// # Errors

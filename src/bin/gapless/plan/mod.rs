@@ -34,7 +34,7 @@ pub struct Arguments {
     /// Seconds after which the search for a smaller plan of the table, and for ways to make it fit, stops.
     #[arg(long, value_name = "S", value_parser = seconds, allow_negative_numbers = true)]
     deadline: Option<Duration>,
-    /// How the table's offset column is used; --out writes one.
+    /// The use of the table's offset column; --out writes one.
     #[arg(long, value_enum, default_value = "pin")]
     offsets: table::Offsets,
     /// Where to write the table with an offset column; of several ranks, one file each: OUT.0.csv.

@@ -9,7 +9,7 @@ use gapless_communicator::{Awaited, CommunicatorError};
 
 use super::thread::Command;
 
-/// How long MPI may take to end the job. After that, the process ends itself.
+/// The time in which MPI must end the job. After that, the process ends itself.
 const PATIENCE: Duration = Duration::from_secs(5);
 
 #[derive(Default)]

@@ -52,7 +52,7 @@ pub(super) struct Started {
 const EAGER_POLLS: u32 = 2000;
 const INTERVAL: Duration = Duration::from_micros(50);
 
-/// How long the messages of a rank that has left may still be in transit.
+/// The time for which messages of a rank that has left may still be in transit.
 const GRACE: Duration = Duration::from_secs(2);
 
 /// Runs the MPI thread. Any failure in this thread ends all processes, because MPI may still access lent memory, which
