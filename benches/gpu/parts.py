@@ -45,7 +45,10 @@ def parts(options):
     yield Part("speed", "speed", 90, ["gpu", "speed", *fixed, *steps])
     yield Part("rates", "pytorch", 60, ["pytorch", "rates"])
     yield Part("kernels", "speed", 90, lambda found: ["gpu", "kernels", *fixed, *peak(found)])
-    yield Part("products", "speed", 60, ["gpu", "products"])
+    yield Part("products", "variants", 60, ["gpu", "products"])
+    # The same step without what was added for Hopper, and with cuBLASLt's first algorithms.
+    for name, variable in [("without wgmma", "GAPLESS_WGMMA"), ("without timed algorithms", "GAPLESS_TUNE")]:
+        yield Part(f"speed {name}", "variants", 90, ["gpu", "speed", *fixed, *steps], environment={variable: "off"})
     yield from map(judge, JUDGES)
     yield from (pytorch(mode, variant, [*fixed, *steps]) for mode in ["compiled", "eager"] for variant in VARIANTS)
     yield Part("memory", "memory", 60, ["gpu", "memory"])
