@@ -43,7 +43,7 @@ pub fn copy_to(x: &Operand, y: &Operand, part: &Layout, accumulate: u32) -> Opti
     let sizes = [x, y].map(|operand| operand.dtype.size_in_bytes() as u64);
     // `pack_of` in copy.cu.
     let neighbours = 16 / sizes[0].min(sizes[1]).max(2);
-    let is_aligned = (0..2).all(|i| addresses[i] % (neighbours * sizes[i]).min(16) == 0);
+    let is_aligned = (0..2).all(|i| addresses[i].is_multiple_of((neighbours * sizes[i]).min(16)));
     let packed = if is_aligned { Strides::in_packs(at, neighbours) } else { None };
     let count = if packed.is_some() { x.count() / neighbours } else { x.count() };
     let ([x, y], [at_x, at_y]) = (addresses, packed.unwrap_or(at));
