@@ -144,7 +144,7 @@ __device__ void squared_norms(const SquaredNormsArguments& to) {
     if (threadIdx.x == 0) to.parts[blockIdx.x] = sum;
     const u64 parts = of.count > NORM_LENGTH ? (of.count + NORM_LENGTH - 1) / NORM_LENGTH : 1;
     if (!is_last_block(to.tickets + tensor, u32(parts)) || warp_of() != 0) return;
-    __syncwarp(); // The only block of a tensor has met no barrier since.
+    __syncwarp(); // is_last_block has no barrier for a tensor with only one block.
     f64 all = 0.0;
     for (u64 part = lane_of(); part < parts; part += 32) all += to.parts[of.first_block + part];
     for (u32 distance = 16; distance > 0; distance /= 2) all += __shfl_xor_sync(ALL_LANES, all, distance);
@@ -175,7 +175,7 @@ KERNEL(side_by_side, GlobalNormArguments) {
 
 // The sum of a number of each thread, in the first.
 __device__ __forceinline__ f64 sum_threads(f64 own, f64* sums) {
-    __syncthreads(); // Someone may still read what the last sum left.
+    __syncthreads(); // Other threads may still read the values of the previous sum.
     sums[threadIdx.x] = own;
     for (u32 distance = blockDim.x / 2; distance > 0; distance /= 2) {
         __syncthreads();
@@ -197,7 +197,7 @@ KERNEL(global_norm, GlobalNormArguments) {
         u64 rank = 0;
         for (u64 other = 0; other < count; other += blockDim.x) {
             const u32 there = u32(smaller(blockDim.x, count - other));
-            __syncthreads(); // Someone may still read the numbers before.
+            __syncthreads(); // Other threads may still read the previous values.
             if (threadIdx.x < there) numbers[threadIdx.x] = at(arguments, other + threadIdx.x);
             __syncthreads();
             for (u32 j = 0; j < there; ++j) rank += numbers[j] < own || (!(own < numbers[j]) && other + j < i);
