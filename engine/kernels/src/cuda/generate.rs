@@ -372,8 +372,8 @@ impl Writer<'_> {
         }
     }
 
-    /// Returns the index of the norm's input gradient, if a member computes one. Its result for each element is
-    /// passed to the elementwise members.
+    /// Returns the index of the member that computes a norm's input gradient, or `None` if there is no such
+    /// member. The elementwise members receive this gradient element by element.
     fn head(&self) -> Option<usize> {
         self.members.iter().position(|member| matches!(member.fusible, Fusible::NormGradInput { .. }))
     }

@@ -3,7 +3,8 @@
 #include "last_block.cuh"
 #include "rows.cuh"
 
-// Most tensors per launch of updates and of norms, so that the arguments fit into the 4096 bytes that a kernel may take.
+// Most tensors per launch: MAX_UPDATED for updates, and MAX_TENSORS for norms. With these numbers, the arguments fit
+// into the 4096 bytes that a kernel may take.
 constexpr u32 MAX_UPDATED = 60;
 constexpr u32 MAX_TENSORS = 160;
 

@@ -8,7 +8,7 @@ struct CopyArguments {
     void* y;
     // Number of elements or, if `are_packs` is set, of packs. The elements of a pack are contiguous in both tensors.
     u64 count;
-    // Both have the same extents. They are in units of packs if `are_packs` is set.
+    // Strides of x and of y, with the same extents. They are in units of packs if `are_packs` is set.
     Strides at_x;
     Strides at_y;
     u32 are_packs;

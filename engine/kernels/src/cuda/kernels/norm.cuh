@@ -262,8 +262,8 @@ __device__ __forceinline__ bool is_packed(const NormGradInputArguments& to, bool
 // Computes the gradient of x. Calls put(count, index, fetched, dx) for each group of `count` elements from `index` on,
 // where `fetched` is the result of fetch(count, index). fetch is called together with the loads of x and dy.
 //
-// `put` may overwrite the memory that `fetch` reads. Each element is read and written by the same thread, which reads it
-// for the last time before it writes.
+// `put` may overwrite the memory that `fetch` reads. Each element is read and written by the same thread, and its last
+// read comes before the write.
 template <typename T, u32 PACK, typename Fetch, typename Put>
 __device__ void norm_grad_input_to(const NormGradInputArguments& to, bool may_be_packed, Fetch fetch, Put put) {
     const u64 first = u64(blockIdx.x) * (blockDim.x / to.row_threads) + threadIdx.x / to.row_threads;

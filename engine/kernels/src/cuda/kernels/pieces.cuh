@@ -81,8 +81,8 @@ struct Fold {
     u64 sequences;
     Pieces pieces;
     u32 results;
-    // Both fields have a bit per result. `accumulate` says whether the result is added to the output. `is_f32` says
-    // whether the output is f32; otherwise it has the type of the summed rows.
+    // `accumulate` and `is_f32` have one bit per result. `accumulate` says whether the result is added to the output.
+    // `is_f32` says whether the output is f32; otherwise the output has the type of the summed rows.
     u32 accumulate;
     u32 is_f32;
 

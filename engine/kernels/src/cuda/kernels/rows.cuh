@@ -149,9 +149,9 @@ struct RowThreads {
 };
 
 // Calls f(count, column) for groups of `count` elements from `column` on, until this thread's elements of a row are
-// covered. If the row is packed, groups have N elements, and the remaining elements at the row's end come one by one. A
-// row is packed if it starts at an aligned address. In other rows all elements come one by one. Every call assigns the
-// same elements to a thread.
+// covered. A row is packed if it starts at an aligned address. Then groups have N elements, and the remaining elements
+// at the row's end come one by one. In other rows, all elements come one by one. Calls with the same `width` and
+// `is_packed` assign the same elements to a thread.
 template <u32 N, typename F>
 __device__ __forceinline__ void each_of_row(const RowThreads& own, u64 width, bool is_packed, F f) {
     const u64 packed = is_packed ? width / N * N : 0;

@@ -63,7 +63,7 @@ struct HalfTile {
         }
     }
 
-    // Loads the same elements one by one, for rows that do not start at an aligned address.
+    // Like `start`, but loads elements one by one, for rows that do not start at an aligned address.
     template <u32 ROWS>
     __device__ __forceinline__ static void load(HalfTile to, const bf16* from, u64 stride, u32 count, u32 size) {
         for (u32 i = threadIdx.x; i < ROWS * SIZE; i += blockDim.x) {

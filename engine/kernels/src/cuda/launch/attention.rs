@@ -149,9 +149,9 @@ impl Form {
         }
     }
 
-    /// The kernels of attention_warpgroups.cu and attention_grad_warpgroups.cu. The numbers of warpgroups per block
-    /// and of rows per tile are those in the kernels. Two or three stages of tiles follow the first address in shared
-    /// memory that is a multiple of 1024.
+    /// The kernels of attention_warpgroups.cu and attention_grad_warpgroups.cu. The numbers of warpgroups per
+    /// block and of rows per tile are those in the kernels. In shared memory, two or three stages of tiles start
+    /// at the first address that is a multiple of 1024.
     fn warpgroups(part: Part, most: u64) -> Self {
         let warpgroups = 2;
         let rows = WARPGROUP_ROWS * warpgroups;

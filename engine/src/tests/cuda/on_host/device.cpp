@@ -430,7 +430,8 @@ void wait_for_products(unsigned but) {
         std::vector<float> sums = product.before;
         if (!product.adds) sums.assign(product.n / 2, 0.0f);
         finish(product, sums.data());
-        // If a later product has the same sums, it continues with these. Otherwise the thread receives them.
+        // If a later product adds to the same sums, the results become that product's initial sums. Otherwise they are
+        // stored in the thread's registers.
         WarpgroupProduct* heir = nullptr;
         for (WarpgroupProduct& other : fiber.products) {
             if (&other != &product && other.d == product.d && !heir) heir = &other;

@@ -11,7 +11,8 @@
 // - no lane leaves while others exchange values with it, and
 // - nothing is written after the end of the requested shared memory.
 //
-// It cannot show how fast a kernel is, how a compiler for the device translates it, or races within a warp.
+// The simulation does not show how fast a kernel is, how a compiler for the device translates it, or whether threads
+// of a warp race with each other.
 //
 // This file is compiled with every kernel, so it only contains declarations and uses no library. device.cpp is
 // compiled once, and linked to each kernel.
