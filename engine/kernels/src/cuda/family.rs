@@ -67,7 +67,7 @@ families! {
     EmbeddingGrad = "embedding_grad.cu",
     /// Dispatch of rows to experts, their combination, and the experts' gated unit.
     Experts = "experts.cu",
-    /// Gathering of elements by ids, and argmax of rows.
+    /// Gathering and scattering of elements by ids, and maxima of rows.
     Gather = "gather.cu",
     /// Matrix products of experts (grouped products).
     Grouped = "grouped.cu",

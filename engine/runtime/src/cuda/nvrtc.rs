@@ -3,7 +3,7 @@
 //!
 //! - In: a source, its headers, and an architecture.
 //! - Out: machine code for this architecture.
-//! - Never: the use of a file other than the library, of a GPU, or of a driver.
+//! - Never: the use of a GPU, of a driver, or of a file other than NVRTC's libraries.
 //!
 //! The library is not loaded by cudarc, which panics if a library is missing and tries fewer file names. Result codes
 //! are plain integers, because a newer library may return codes that an enum would not contain.

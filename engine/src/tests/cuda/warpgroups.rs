@@ -285,7 +285,7 @@ fn are_of_what_descriptors_say() {
     }
 }
 
-/// The simulated device reports errors that would go unnoticed, or hang, on a GPU.
+/// The simulated device reports incorrect uses of products.
 #[test]
 fn misuse_is_told() {
     if gpu::is_asked_for() || !host::is_there() {

@@ -1,4 +1,4 @@
-// AdamW updates of many tensors per launch, weight averages, and the norm of gradients. Reference implementations:
+// AdamW updates of many tensors per launch, weight averages, and the norm of gradients. CPU counterparts:
 // optim/adamw.rs, optim/average.rs, optim/global_norm.rs.
 #include "last_block.cuh"
 #include "rows.cuh"
@@ -101,7 +101,7 @@ struct AverageArguments {
     f32 part;
 };
 
-// Updates the average of a parameter over steps. Reference implementation: optim/average.rs.
+// Updates the average of a parameter over steps. CPU counterpart: optim/average.rs.
 template <typename T>
 __device__ void weight_average(const AverageArguments& to) {
     const f32 norm = *to.norm;

@@ -1,4 +1,4 @@
-// Copies between strides and between types. Reference implementations: ops/contiguous.rs, ops/cat.rs, ops/narrow.rs,
+// Copies between strides and between types. CPU counterparts: ops/contiguous.rs, ops/cat.rs, ops/narrow.rs,
 // ops/cast.rs.
 #include "rows.cuh"
 #include "strides.cuh"

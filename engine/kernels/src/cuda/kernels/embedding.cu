@@ -1,4 +1,4 @@
-// Lookup of a table's rows by ids. Reference implementation: ops/embedding.rs. The table's gradient is in
+// Lookup of a table's rows by ids. CPU counterpart: ops/embedding.rs. The table's gradient is in
 // embedding_grad.cu.
 #include "rows.cuh"
 

@@ -1,4 +1,4 @@
-// Layer and RMS normalization of rows, and their gradients. Reference implementations: ops/layer_norm.rs,
+// Layer and RMS normalization of rows, and their gradients. CPU counterparts: ops/layer_norm.rs,
 // ops/rms_norm.rs, ops/norm_grad.rs. Sums of columns over rows are computed in pieces of fixed size.
 #include "norm.cuh"
 

@@ -7,8 +7,9 @@
 #include "rows.cuh"
 
 struct Pieces {
-    // Number of rows per sequence, and of pieces per sequence.
+    // Number of rows per sequence.
     u64 sequence;
+    // Number of pieces per sequence.
     u64 of_sequence;
     // Number of rows per piece. The last piece of a sequence may have fewer.
     u64 length;

@@ -1,4 +1,4 @@
-// Sums over dimensions, and over all elements. Reference implementations: ops/sum.rs, ops/scaled_sum.rs. The order of
+// Sums over dimensions, and over all elements. CPU counterparts: ops/sum.rs, ops/scaled_sum.rs. The order of
 // additions depends on the shape only.
 #include "pieces.cuh"
 #include "reduce.cuh"
@@ -29,8 +29,9 @@ KERNELS(column_sums, ColumnSumsArguments)
 struct SumArguments {
     const void* x;
     void* out;
-    // Number of elements of the output, and of elements of x that are summed into each of them.
+    // Number of elements of the output.
     u64 outputs;
+    // Number of elements of x that are summed into each element of the output.
     u64 summed;
     Strides kept;
     Strides reduced;

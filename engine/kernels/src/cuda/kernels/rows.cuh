@@ -132,8 +132,9 @@ struct Count {
 // The threads that process one row: all threads of a block, or some of its warps.
 struct RowThreads {
     u64 row;
-    // The index of this thread among them, followed by their number.
+    // The index of this thread among the row's threads.
     u32 thread;
+    // Number of the row's threads.
     u32 threads;
 
     // Returns the first column of this thread if each thread processes N neighboring columns at a time. `step` returns

@@ -1,4 +1,4 @@
-// Softmax of rows, its normalizer, losses that use it, and their gradients. Reference implementations: ops/softmax.rs,
+// Softmax of rows, its normalizer, losses that use it, and their gradients. CPU counterparts: ops/softmax.rs,
 // ops/experts/log_sum_exp.rs, ops/cross_entropy.rs, ops/linear_cross_entropy.rs. Each block processes one row. An output
 // may share memory with an input of the same shape, because each element is read and overwritten by the same thread.
 #include "copy_async.cuh"
@@ -230,9 +230,10 @@ struct HeadArguments {
     u64 pitch;
     // The index in `d_losses` that belongs to the chunk's first row.
     u64 first_row;
-    // If the logits of the vocabulary's last entries are stored separately, their address, with REST logits per row. It
-    // is followed by the index of the first such entry.
+    // The address of the logits of the vocabulary's last entries, with REST logits per row. It is null if these logits
+    // are stored with the others.
     void* rest;
+    // The index of the first of the vocabulary's last entries.
     u64 entries;
     Strides at_d_losses;
     f32 d_loss;
