@@ -188,9 +188,9 @@ __device__ __forceinline__ f64 sum_threads(f64 own, f64* sums) {
     return sums[0];
 }
 
-// Computes the square root of the sum of all values. The values are sorted by size first, and the order of additions
-// depends on nothing else: neither on the tensors that contain the values, nor on the number of zeros. One block, with
-// one value per thread in shared memory.
+// Computes the square root of the sum of all values. The values are sorted by size first. The order of additions
+// depends only on the sorted values: neither the tensors that contain the values nor additional zeros change the
+// result. The kernel runs as one block, with one f64 per thread in shared memory.
 KERNEL(global_norm, GlobalNormArguments) {
     f64* numbers = (f64*)shared_memory;
     const u64 count = arguments.count;

@@ -82,9 +82,9 @@ struct Fold {
     u64 sequences;
     Pieces pieces;
     u32 results;
-    // `accumulate` and `is_f32` have one bit per result. `accumulate` says whether the result is added to the output.
-    // `is_f32` says whether the output is f32; otherwise the output has the type of the summed rows.
+    // A bit per result: 1 if the result is added to the output.
     u32 accumulate;
+    // A bit per result: 1 if the output is f32, 0 if it has the type of the summed rows.
     u32 is_f32;
 
     __device__ __forceinline__ f32* part(u32 result, u64 piece) const {

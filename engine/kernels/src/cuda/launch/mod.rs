@@ -242,9 +242,9 @@ impl Strides {
     /// The strides of a scalar.
     const NONE: Self = Self { dims: [1; MAX_RANK], strides: [0; MAX_RANK], rank: 0, is_small: 1 };
 
-    /// Returns the strides of several tensors that are iterated over together, with the dimensions `dims`. Merges
-    /// dimensions where the layouts of all tensors allow it. Returns `None` if more than [`MAX_RANK`] dimensions
-    /// remain.
+    /// Returns the strides with which a kernel iterates over several tensors of the extents `dims` together.
+    /// Adjacent dimensions are merged where the layouts of all tensors allow it. Returns `None` if more than
+    /// [`MAX_RANK`] dimensions remain.
     fn merged<const N: usize>(dims: &[usize], strides: [&[usize]; N]) -> Option<[Self; N]> {
         let mut merged: Vec<(usize, [usize; N])> = Vec::new();
         for (dim, &extent) in dims.iter().enumerate().filter(|&(_, &extent)| extent != 1) {

@@ -187,9 +187,9 @@ pub fn fits_one_pass(x: &Spec) -> bool {
 /// The plan of one kernel that computes the gradients of x, weight and bias in one pass (`norm_grad_to` of norm.cuh).
 #[derive(Debug)]
 pub(in crate::cuda) struct OnePass {
-    /// Number of packs per row that a thread holds in registers, followed by the number of rows it processes at a
-    /// time.
+    /// Number of packs per row that a thread holds in registers.
     pub(in crate::cuda) chunks: u64,
+    /// Number of rows that a thread processes at a time.
     pub(in crate::cuda) rows: u64,
     /// The bounds for the compiler's use of registers: threads per block, and blocks per multiprocessor.
     pub(in crate::cuda) bounds: [u64; 2],
