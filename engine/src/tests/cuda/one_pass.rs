@@ -15,7 +15,8 @@ use crate::{StepOptions, TrainOptions};
 /// One pass over the rows computes the gradients of a norm's weight and bias together with its input gradient. The
 /// order of summation is the same as with two kernels.
 ///
-/// - The gradients of weight and bias have the same bits as with two kernels. In f32, so has the input gradient.
+/// - The gradients of weight and bias have the same bits as with two kernels. In f32, the input gradient has the
+///   same bits as well.
 /// - The order of blocks and threads does not change the results.
 /// - The shapes cover rows with and without packs, sequences of several pieces and several runs, and rows that just
 ///   fit a thread's registers. For wider rows, two kernels still run.

@@ -69,8 +69,8 @@ constexpr u32 RUN = 16;
 // Adds up the sums of pieces: first those of each run, and then the runs in order. The result overwrites the output or is
 // added to it.
 //
-// Each block sums one piece. The last block of a run to finish adds up the run. The last of these blocks adds up all
-// runs. Which block is last may differ between executions, but the order of additions does not.
+// Each block sums one piece. The last block of a run to finish adds up the run. The last of these blocks to finish
+// adds up all runs. Which block is last may differ between executions, but the order of additions does not.
 struct Fold {
     // Dimensions: [results][pieces][width].
     f32* parts;

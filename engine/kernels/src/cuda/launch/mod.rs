@@ -106,8 +106,8 @@ impl<T: Copy + Debug + Send + Sync + 'static> Arguments for T {
 }
 
 /// The bit that marks an address as the address of a slot (`slots.cuh`). A slot is 16 bytes of device memory. It
-/// holds the address and the size in bytes of a tensor with dynamic rows. Their number is only known at run time,
-/// so the operand's layout has the largest possible number of rows.
+/// holds the address and the size in bytes of a tensor with dynamic rows. The number of these rows is only known
+/// at run time, so the operand's layout has the largest possible number.
 pub const SLOT: u64 = 1 << 63;
 
 /// A tensor at its planned address.
