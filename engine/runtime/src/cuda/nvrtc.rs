@@ -217,7 +217,7 @@ impl Nvrtc {
         let (mut major, mut minor, mut count) = (0, 0, 0);
         // SAFETY: the results outlive the calls.
         let code = unsafe { (functions.version)(&mut major, &mut minor) };
-        // SAFETY: as above.
+        // SAFETY: `count` outlives the call.
         let code = if code == 0 { unsafe { (functions.architecture_count)(&mut count) } } else { code };
         let mut architectures = vec![0; usize::try_from(count).unwrap_or(0)];
         // SAFETY: there is room for as many architectures as the library has counted.
@@ -326,7 +326,7 @@ impl Functions {
         let text = unsafe { (self.error_string)(code) };
         match text.is_null() {
             true => format!("code {code}"),
-            // SAFETY: as above.
+            // SAFETY: NVRTC returned a static, terminated string, which is not null.
             false => unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned(),
         }
     }

@@ -110,7 +110,7 @@ fn add_rows(padding: Option<u32>, sums_first: bool, operands: &Operands<'_>) -> 
     };
     let (count, width) = (ids.count(), d_table.width());
     let (length, chunks) = chunks(count);
-    // No vocabulary contains the id `u32::MAX`.
+    // Without padding, no id is skipped: no vocabulary contains the id `u32::MAX`.
     let padding = padding.unwrap_or(u32::MAX);
     let sort = Kernel {
         family: EmbeddingGrad,
