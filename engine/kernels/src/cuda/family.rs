@@ -1,4 +1,4 @@
-//! The kernels' text, as it lies beside this file or was written for a program.
+//! The sources of kernels. They are files in the folder `kernels`, or were generated for a program.
 
 use std::collections::BTreeMap;
 use std::sync::Mutex;
@@ -9,12 +9,12 @@ macro_rules! families {
         #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
         pub enum Family {
             $($(#[$doc])* $family,)*
-            /// One kernel that was written for several operations together.
+            /// One generated kernel, which fuses several operations.
             Generated(&'static Generated),
         }
 
         impl Family {
-            /// All that are files here.
+            /// All families that are files in the folder `kernels`.
             pub const ALL: &[Self] = &[$(Self::$family),*];
 
             /// The name of the source file.
@@ -33,12 +33,14 @@ macro_rules! families {
                 }
             }
 
-            /// Whether its kernels have instructions of compute capability 9.0 alone ([`Features::warpgroups`](super::launch::Features)).
+            /// True if the family's kernels use instructions that only compute capability 9.0 has
+            /// ([`Features::warpgroups`](super::launch::Features)).
             pub fn has_warpgroups(self) -> bool {
                 self.source().contains("#include \"warpgroup.cuh\"")
             }
 
-            /// Whether its kernels ask the slots of counted rows where these lie ([`SLOT`](super::launch::SLOT)).
+            /// True if the family's kernels can read the address and size of dynamic rows from a slot
+            /// ([`SLOT`](super::launch::SLOT)).
             pub fn reads_slots(self) -> bool {
                 matches!(self, Self::Experts | Self::Grouped | Self::GroupedTensorCores | Self::Generated(_))
             }
@@ -47,7 +49,7 @@ macro_rules! families {
 }
 
 families! {
-    /// AdamW, and the norm of gradients.
+    /// AdamW, and the norms of gradients.
     AdamW = "adamw.cu",
     /// Fused attention.
     Attention = "attention.cu",
@@ -59,31 +61,31 @@ families! {
     AttentionWarpgroups = "attention_warpgroups.cu",
     /// Copies between strides and types.
     Copy = "copy.cu",
-    /// Rows of a table by ids.
+    /// Lookup of a table's rows by ids (embedding).
     Embedding = "embedding.cu",
-    /// The gradient of a table of which rows were looked up.
+    /// The gradient of an embedding table.
     EmbeddingGrad = "embedding_grad.cu",
-    /// Rows to experts and back, and the experts' gated unit.
+    /// Dispatch of rows to experts, their combination, and the experts' gated unit.
     Experts = "experts.cu",
-    /// Elements that ids name, and the greatest of rows.
+    /// Gathering and scattering of elements by ids, and maxima of rows.
     Gather = "gather.cu",
-    /// The experts' products.
+    /// Matrix products of experts (grouped products).
     Grouped = "grouped.cu",
-    /// The experts' products on tensor cores.
+    /// Matrix products of experts (grouped products) on tensor cores.
     GroupedTensorCores = "grouped_tensor_cores.cu",
-    /// Normalisation of rows.
+    /// Normalization of rows.
     Norm = "norm.cu",
-    /// Sums.
+    /// Sums over dimensions.
     Reduce = "reduce.cu",
     /// Rotary position embedding.
     Rope = "rope.cu",
-    /// Who goes where among experts.
+    /// Routing: the assignment of rows to experts.
     Route = "route.cu",
-    /// Softmax of rows, and losses by it.
+    /// Softmax of rows, and losses that use softmax.
     Softmax = "softmax.cu",
 }
 
-/// A source that was written for a program.
+/// A source that was generated for a program.
 #[derive(Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Generated {
     file: String,
@@ -91,8 +93,8 @@ pub struct Generated {
 }
 
 impl Generated {
-    /// The source with this text. Each is kept until the process ends: there are as many as a program has different kernels, and
-    /// a few kilobytes of each.
+    /// Returns the source with this text. Equal texts give the same source. Each source is kept until the process
+    /// ends. A program has few different kernels, and each source takes a few kilobytes.
     pub fn of(file: String, text: String) -> &'static Self {
         static KNOWN: Mutex<BTreeMap<String, &'static Generated>> = Mutex::new(BTreeMap::new());
         let mut known = KNOWN.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
@@ -100,7 +102,7 @@ impl Generated {
     }
 }
 
-/// What the sources include: names and texts.
+/// The names and texts of the headers that the sources include.
 pub const HEADERS: &[(&str, &str)] = &[
     ("attention.cuh", include_str!("kernels/attention.cuh")),
     ("attention_tensor_cores.cuh", include_str!("kernels/attention_tensor_cores.cuh")),

@@ -1,11 +1,15 @@
-//! The text of a kernel for one operation of elements or several operations together, and its launch.
+//! Writes the source of a kernel for one elementwise operation, or for several fused operations, and prepares its
+//! launch.
 //!
-//! In: operations that say what they do as a [`Fusible`], and where their operands lie. Out: a kernel. Never: a choice of what
-//! belongs together.
+//! - In: operations described as [`Fusible`]s, and the addresses and layouts of their operands.
+//! - Out: a kernel.
+//! - Never: a decision about which operations are fused.
 //!
-//! The text says what is done: expressions, types, and how each operand lies. Addresses, extents and constants are arguments, so
-//! equal layers have equal texts, and one kernel. Elements are moved 16 bytes at a time where they lie side by side, at
-//! addresses that allow it; others one by one. With a normalisation in it, a block has a row, as the kernels of norm.cu do.
+//! The source contains expressions, types, and the kind of each operand's layout. Addresses, extents and constants
+//! are arguments of the kernel. So equal layers have equal sources, and share one kernel.
+//!
+//! Contiguous elements are moved 16 bytes at a time if their addresses are aligned. All other elements are moved one
+//! by one. If the operations include a normalization, the kernel assigns rows to blocks like the kernels of norm.cu.
 
 use std::ffi::c_void;
 use std::fmt::Write;
@@ -15,27 +19,28 @@ use candle_core::{DType, Layout};
 use super::launch::{self, Arguments, OnePass, RowBlocks, Strides};
 use super::{Constant, Family, Features, Fusible, Generated, Kernel, Launch, Operand, Operands, Random};
 
-/// One of the operations of a kernel.
+/// One of the operations that a kernel fuses.
 #[derive(Debug, Clone)]
 pub struct Member<'a> {
-    /// Its name.
+    /// The operation's name.
     pub name: &'a str,
-    /// What it does.
+    /// The description of the operation's computation.
     pub fusible: Fusible,
-    /// Where each input comes from.
+    /// The source of each input.
     pub inputs: Vec<Source>,
 }
 
-/// Where a member's input comes from.
+/// The source of a member's input.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Source {
-    /// An input of the whole.
+    /// An input of the fused kernel, by its index.
     Memory(usize),
-    /// An output of a member before it.
+    /// An output of an earlier member: the member's index, and the output's.
     Member(usize, usize),
 }
 
-/// What is launched for an operation of elements by itself; none for other operations, and for types without kernels.
+/// Returns the launch of an elementwise operation that is not fused with others. Returns `None` for all other
+/// operations, and for types without kernels.
 pub fn each(name: &str, fusible: Fusible, operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let Fusible::Each { outputs, .. } = &fusible else { return None };
     let inputs = operands.inputs.len();
@@ -47,7 +52,8 @@ pub fn each(name: &str, fusible: Fusible, operands: &Operands<'_>) -> Option<Vec
     Some(vec![Launch::Kernel(kernel(&[member], &outputs, operands)?)])
 }
 
-/// One function of dense elements at these addresses, some of which may be the same.
+/// Returns the launch of an elementwise function on contiguous tensors at these addresses. Some addresses may be
+/// equal. Returns `None` if there are no kernels for the type.
 pub(super) fn dense(
     name: &str,
     expression: &str,
@@ -64,7 +70,7 @@ pub(super) fn dense(
     each(name, Fusible::each(expression), &operands)?.pop()
 }
 
-/// The arguments of a generated kernel: fields of 8 bytes each.
+/// The arguments of a generated kernel, as fields of 8 bytes.
 #[derive(Debug)]
 struct Words(Box<[u64]>);
 
@@ -78,7 +84,7 @@ impl Arguments for Words {
     }
 }
 
-/// A struct, as text and as numbers.
+/// The fields of the argument struct: their declarations as text, and their values.
 #[derive(Debug, Default)]
 struct Fields {
     text: String,
@@ -96,14 +102,14 @@ fn line(text: &mut String, depth: usize, what: std::fmt::Arguments<'_>) {
     writeln!(text, "{:1$}{what}", "", 4 * depth).expect("strings take all that is written");
 }
 
-/// How an operand's elements are found.
+/// The kind of an operand's layout.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Lies {
-    /// Side by side.
+    /// Contiguous: element i is at index i.
     Dense,
-    /// One for all.
+    /// A single element in memory, which is broadcast to all indices.
     Number,
-    /// By strides.
+    /// Any other layout. The kernel computes each offset from the strides.
     Strided,
 }
 
@@ -120,7 +126,7 @@ impl Lies {
     }
 }
 
-/// A type's name in the kernels that read it.
+/// Returns a type's name in the kernels that read the type, or `None` if no kernel does.
 fn type_of(dtype: DType) -> Option<&'static str> {
     match dtype {
         DType::F32 => Some("f32"),
@@ -131,11 +137,12 @@ fn type_of(dtype: DType) -> Option<&'static str> {
     }
 }
 
-/// Stands for the kernel's name until its text is known.
+/// The placeholder for the kernel's name until its source, and so the name's hash, is known.
 const UNNAMED: &str = "UNNAMED";
 
-/// The kernel of operations together, in order, of which `outputs` are stored: member and output. None where their operands have
-/// other types than those of the kernels.
+/// Returns the kernel that computes the members in order. `outputs` lists the stored results, each as a member's
+/// index and the index of that member's output. Returns `None` if an operand has a type or a layout that the kernels
+/// do not support.
 pub fn kernel(members: &[Member<'_>], outputs: &[(usize, usize)], operands: &Operands<'_>) -> Option<Kernel> {
     let writer = Writer { members, outputs, operands };
     let first = outputs.iter().position(|&(member, _)| makes_elements(&members[member].fusible))?;
@@ -153,7 +160,7 @@ pub fn kernel(members: &[Member<'_>], outputs: &[(usize, usize)], operands: &Ope
         writer.flat(&mut body);
     }
 
-    // An operation of somebody else's may have a name that is no word in C.
+    // Operations defined outside of this crate may have names that are not valid identifiers in C.
     let word = |name: &str| name.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '_' }).collect();
     let names: Vec<String> = members.iter().map(|member| word(member.name)).collect();
     let mut text = String::from("#include \"fused.cuh\"\n\n");
@@ -175,12 +182,13 @@ pub fn kernel(members: &[Member<'_>], outputs: &[(usize, usize)], operands: &Ope
     })
 }
 
-/// Whether what a member makes is stored element by element, rather than as rows or sums of them.
+/// True if a member's outputs are stored element by element. Other members store whole rows, or sums over rows.
 fn makes_elements(fusible: &Fusible) -> bool {
     !matches!(fusible, Fusible::Norm { .. } | Fusible::NormGradWeight)
 }
 
-/// What it does, what it stores, and a hash of how: no two texts have one name.
+/// Returns the kernel's name: its operations, the stored type, and a hash of the source. So different sources have
+/// different names.
 fn named(names: &[String], dtype: &str, text: &str) -> String {
     const MOST: usize = 6;
     let mut all = names[..names.len().min(MOST)].join("_");
@@ -198,9 +206,9 @@ struct Writer<'a> {
     operands: &'a Operands<'a>,
 }
 
-/// An operand that is gone through element by element.
+/// An operand that the kernel reads or writes element by element.
 struct Element {
-    /// Which input or output.
+    /// The index of the input or output.
     index: usize,
     lies: Lies,
     dtype: DType,
@@ -208,7 +216,8 @@ struct Element {
 }
 
 impl Element {
-    /// Element j of those from `i` on, as an f32, unless its neighbours are loaded together.
+    /// Returns the expression for element `j` of the group that starts at `i`, as an f32. For contiguous operands the
+    /// whole group was loaded before.
     fn load(&self) -> String {
         let Self { index, lies, .. } = self;
         match lies {
@@ -224,7 +233,8 @@ impl Writer<'_> {
         self.members.iter().enumerate().map(|(index, member)| (index, &*member.inputs, &member.fusible))
     }
 
-    /// Declares what is loaded element by element.
+    /// Declares the inputs that elementwise members read. Returns `None` if the kernels do not support the type or
+    /// layout of one of them.
     fn loads(&self, fields: &mut Fields) -> Option<Vec<Element>> {
         let mut all = Vec::new();
         for (index, operand) in self.operands.inputs.iter().enumerate() {
@@ -243,12 +253,13 @@ impl Writer<'_> {
         Some(all)
     }
 
-    /// Declares what is stored element by element.
+    /// Declares the outputs that are stored element by element. Returns `None` if the kernels cannot store the type
+    /// of one of them.
     fn stores(&self, fields: &mut Fields) -> Option<Vec<Element>> {
         let mut all = Vec::new();
         for (index, (operand, &(member, _))) in self.operands.outputs.iter().zip(self.outputs).enumerate() {
             if makes_elements(&self.members[member].fusible) {
-                // Ids are not stored: they would be rounded.
+                // Ids (u32) cannot be stored: the kernel computes in f32, which would round them.
                 let type_name = type_of(operand.dtype).filter(|_| operand.dtype != DType::U32)?;
                 fields.push(&format!("{type_name}* y{index}"), [operand.address]);
                 all.push(Element { index, lies: Lies::Dense, dtype: operand.dtype, type_name });
@@ -257,7 +268,8 @@ impl Writer<'_> {
         Some(all)
     }
 
-    /// Names the arguments. Where tensors have slots, addresses and number of elements are those that the slots have.
+    /// Gives each argument a local name. For tensors with slots, the addresses and the number of elements are read
+    /// from the slots.
     fn operands(&self, loaded: &[Element], stored: &[Element]) -> String {
         let Operands { inputs, outputs, .. } = self.operands;
         let read = loaded.iter().filter(|x| inputs[x.index].has_slot()).map(|x| format!("x{}", x.index));
@@ -275,7 +287,7 @@ impl Writer<'_> {
         text
     }
 
-    /// Declares constants, and sets up the sequences of random numbers among them.
+    /// Declares the constants. Returns the text that initializes the sequences of random numbers among them.
     fn constants(&self, fields: &mut Fields) -> String {
         let mut set_up = String::new();
         let random = &self.operands.random;
@@ -299,7 +311,7 @@ impl Writer<'_> {
         set_up
     }
 
-    /// The function that makes an element of every output from one of every input.
+    /// Writes the function that computes one element of every output from one element of every input.
     fn each(&self, body: &mut String, loaded: &[Element], stored: &[Element]) {
         let mut parameters = vec!["u64 i".to_owned()];
         parameters.extend(self.head().map(|_| "f32 head".into()));
@@ -323,13 +335,13 @@ impl Writer<'_> {
         line(body, 1, format_args!("}};"));
     }
 
-    /// Whether a member goes on with it in registers.
+    /// True if an elementwise member reads this value, which then stays in registers.
     fn is_read(&self, source: Source) -> bool {
         let each = self.members().filter(|(.., fusible)| matches!(fusible, Fusible::Each { .. }));
         each.flat_map(|(_, inputs, _)| inputs).any(|of_input| *of_input == source)
     }
 
-    /// An expression with the names of what it is about.
+    /// Returns an expression in which the placeholders are replaced by the names of inputs and constants.
     fn value(&self, expression: &str, member: usize, inputs: &[Source], constants: &[Constant]) -> String {
         let mut value = String::new();
         let mut rest = expression.chars();
@@ -360,14 +372,16 @@ impl Writer<'_> {
         }
     }
 
-    /// The gradient of rows that elements begin with.
+    /// Returns the index of the member that computes a norm's input gradient, or `None` if there is no such
+    /// member. The elementwise members receive this gradient element by element.
     fn head(&self) -> Option<usize> {
         self.members.iter().position(|member| matches!(member.fusible, Fusible::NormGradInput { .. }))
     }
 
-    /// The functions for several neighbours, as many as there are of `count`, from place `i` on: one that loads them, and one that
-    /// makes and stores what becomes of them; and whether as many may be moved together as fit 16 bytes, or as a thread has of a row
-    /// at a time. Returns how many these are.
+    /// Writes two functions for a group of neighboring elements that starts at index `i`: `fetch` loads the group,
+    /// and `several` computes and stores its results. Also writes whether groups of full size may be used, which
+    /// requires aligned addresses. Returns the full size: the number of elements that fill 16 bytes or, with a norm's
+    /// gradient, a pack of the row.
     fn several(&self, body: &mut String, loaded: &[Element], stored: &[Element]) -> u64 {
         let bytes = loaded.iter().chain(stored).map(|element| element.dtype.size_in_bytes() as u64).min().unwrap_or(4);
         let head = self.head();
@@ -412,7 +426,9 @@ impl Writer<'_> {
         pack
     }
 
-    /// The normalisation of rows, or its gradient, around the elements, and the blocks that have the rows; none if there is neither.
+    /// Writes the normalization of rows, or its gradient, together with the elementwise members. Returns how the rows
+    /// are assigned to blocks. The inner option is `None` if no member normalizes rows; the outer one is `None` if
+    /// there is no kernel for these members.
     fn rows(&self, fields: &mut Fields, body: &mut String, one_pass: Option<&OnePass>) -> Option<Option<RowBlocks>> {
         let is_of_rows = |f: &Fusible| !matches!(f, Fusible::Each { .. } | Fusible::NormGradWeight);
         let Some((member, _, fusible)) = self.members().find(|(.., f)| is_of_rows(f)) else {
@@ -436,7 +452,8 @@ impl Writer<'_> {
                 line(body, 2, format_args!("const u64 i = own.row * width + j;"));
                 line(body, 2, format_args!("several(count, i, fetch(count, i));"));
                 line(body, 1, format_args!("}});"));
-                // Whether the row is packed is decided anew.
+                // All threads wait here, because `layer_norm` and `rms_norm` may assign the row's elements to threads
+                // differently.
                 line(body, 1, format_args!("__syncthreads();"));
                 let name = if is_centred { "layer_norm" } else { "rms_norm" };
                 line(body, 1, format_args!("{name}<{type_name}>(to.norm);"));
@@ -463,7 +480,8 @@ impl Writer<'_> {
         }))
     }
 
-    /// What a member reads, wherever that lies in memory: what is made here may be stored as well.
+    /// Returns the operand in memory that a member reads: an input of the kernel, or a stored output of an earlier
+    /// member. Returns `None` if that output is not stored.
     fn input(&self, member: usize, index: usize) -> Option<Operand> {
         match self.members[member].inputs[index] {
             Source::Memory(input) => Some(self.operands.inputs[input].clone()),
@@ -471,7 +489,9 @@ impl Writer<'_> {
         }
     }
 
-    /// How gradients of weight and bias are made in the same pass as that of the rows; none if there are none among the members.
+    /// Returns how the gradients of weight and bias are computed in the same pass as the input gradient. The inner
+    /// option is `None` if no member computes these gradients; the outer one is `None` if there is no kernel for
+    /// them.
     fn one_pass(&self) -> Option<Option<OnePass>> {
         let found = self.members().find(|(.., fusible)| matches!(fusible, Fusible::NormGradWeight));
         let Some((member, inputs, _)) = found else { return Some(None) };
@@ -484,13 +504,13 @@ impl Writer<'_> {
         OnePass::of(&self.operands.inputs[x], &outs, adds(0)? | adds(1)?, self.operands).map(Some)
     }
 
-    /// Where a member's output is stored.
+    /// Returns the operand in which a member's output is stored, or `None` if the output is not stored.
     fn output(&self, member: usize, output: usize) -> Option<Operand> {
         let index = self.outputs.iter().position(|&made| made == (member, output))?;
         Some(self.operands.outputs[index].clone())
     }
 
-    /// All elements, some neighbours for each thread.
+    /// Writes the loop over all elements, in which each thread processes one group of neighbors.
     fn flat(&self, body: &mut String) {
         line(body, 1, format_args!("const u64 first = smaller(global_thread() * PACK, to.count);"));
         line(body, 1, format_args!("const u64 end = smaller(first + PACK, to.count);"));

@@ -1,10 +1,12 @@
-//! NVIDIA's run-time compiler. It is loaded when it is first needed; if it cannot be loaded, the error lists what was
-//! tried.
+//! NVIDIA's run-time compiler, NVRTC. Its library is loaded at the first use. If this fails, the error lists the
+//! files that were tried.
 //!
-//! In: a source with its headers, and an architecture. Out: machine code for the architecture. Never: the use of a
-//! file, a GPU or a driver. The library is loaded here rather than by cudarc, which panics if a library is missing
-//! and tries fewer file names. Result codes are plain integers, because a newer library may return codes that an enum
-//! would not contain.
+//! - In: a source, its headers, and an architecture.
+//! - Out: machine code for this architecture.
+//! - Never: the use of a GPU, of a driver, or of a file other than NVRTC's libraries.
+//!
+//! The library is not loaded by cudarc, which panics if a library is missing and tries fewer file names. Result codes
+//! are plain integers, because a newer library may return codes that an enum would not contain.
 
 use std::ffi::{CStr, CString, OsString, c_char, c_int, c_void};
 use std::fmt;
@@ -22,16 +24,17 @@ use super::resources::Resources;
 /// The environment variable with the path of a library to load instead of an installed one.
 const LIBRARY_VARIABLE: &str = "GAPLESS_NVRTC_LIBRARY";
 
-/// Major versions of NVRTC, newest first. CUDA 12 is the oldest whose C++ compiles the kernels.
+/// Supported major versions of NVRTC, newest first. CUDA 12 is the oldest with a C++ compiler that accepts the
+/// kernels.
 const VERSIONS: [c_int; 2] = [13, 12];
 
-/// The file name under which NVRTC is installed. The major version may follow it.
+/// The file name under which NVRTC is installed. A dot and the major version may follow it.
 const NAME: &str = "libnvrtc.so";
 
-/// The beginning of the file name of a library that NVRTC loads itself.
+/// The start of the file names of the builtins library, which NVRTC loads itself.
 const BUILTINS: &str = "libnvrtc-builtins.so";
 
-/// `NVRTC_ERROR_COMPILATION`: the source has an error. All other codes mean a problem of NVRTC itself, such as
+/// `NVRTC_ERROR_COMPILATION`: the source contains an error. All other codes mean a problem of NVRTC itself, such as
 /// missing files.
 const NOT_COMPILED: c_int = 6;
 
@@ -42,8 +45,7 @@ pub struct Architecture {
     pub major: u32,
     /// The part of the compute capability after the dot.
     pub minor: u32,
-    /// True if code may use features that only GPUs of exactly this capability have (`sm_90a`). It then runs on no
-    /// others.
+    /// True for code that may use features of exactly this capability (`sm_90a`). Such code runs on no other GPUs.
     pub is_specific: bool,
 }
 
@@ -51,15 +53,16 @@ impl Architecture {
     /// The oldest supported architecture: the first with `cp.async` and with tensor cores for bf16.
     pub const OLDEST: Self = Self::new(8, 0);
 
-    /// The one with products of warpgroups.
+    /// The only architecture with matrix products of warpgroups.
     pub const WARPGROUPS: Self = Self::new(9, 0);
 
-    /// By the numbers before and behind the dot.
+    /// Returns the architecture of a compute capability, given by the numbers before and after the dot.
     pub const fn new(major: u32, minor: u32) -> Self {
         Self { major, minor, is_specific: false }
     }
 
-    /// What a family is compiled for to run on this; none if it cannot. Instructions that one capability has alone need code for it alone.
+    /// Returns the architecture for which a family must be compiled to run on this one. Returns `None` if the family
+    /// cannot run on it. Families that use warpgroups are compiled as specific code (`sm_90a`).
     pub fn of_family(self, family: Family) -> Option<Self> {
         match family.has_warpgroups() {
             true => {
@@ -111,7 +114,7 @@ macro_rules! functions {
             /// # Safety
             /// The library must be NVRTC.
             unsafe fn of(library: &libloading::Library) -> Result<Self, libloading::Error> {
-                // SAFETY: the types are those in NVRTC's header, where they have not changed since the first version.
+                // SAFETY: the types are those in NVRTC's header. They have not changed since NVRTC's first version.
                 unsafe {
                     Ok(Self {
                         $($field: *library.get($symbol)?,)*
@@ -152,12 +155,13 @@ impl fmt::Debug for Nvrtc {
 }
 
 impl Nvrtc {
-    /// Returns the compiler, which the first call loads. `driver` is the driver's major CUDA version. NVRTC of the
-    /// same version is tried first and then older ones. Newer ones come last, because the driver may refuse their
-    /// code.
+    /// Returns the compiler, which is loaded by the first call. `driver` is the driver's major CUDA version. The
+    /// order of preference is: NVRTC of the driver's version, older versions, newer versions. Newer ones come last,
+    /// because the driver may refuse their code.
     ///
     /// # Errors
-    /// Returns [`KernelError::Missing`] with the files that were tried, and what to install.
+    /// Returns [`KernelError::Missing`] if NVRTC cannot be loaded. The error lists the files that were tried, and
+    /// says what to install.
     pub fn load(driver: Option<i32>) -> Result<&'static Self, KernelError> {
         static LOADED: OnceLock<Nvrtc> = OnceLock::new();
         if let Some(loaded) = LOADED.get() {
@@ -171,7 +175,8 @@ impl Nvrtc {
         let mut tried = Vec::new();
         let names: Vec<OsString> = match variable.filter(|name| !name.is_empty()) {
             Some(name) => vec![name],
-            // Of each version, try the library that the loader finds, and then those in Python packages.
+            // For each version, first try the library that the system's loader finds, and then the ones in Python
+            // packages.
             None => names(driver)
                 .into_iter()
                 .flat_map(|name| {
@@ -181,8 +186,8 @@ impl Nvrtc {
                 .collect(),
         };
         for name in names {
-            // When NVRTC compiles, it loads its builtins by name. Most versions do not search their own folder for
-            // them.
+            // NVRTC loads its builtins by name when it compiles. Most versions do not search their own folder for the
+            // builtins, so they are loaded here.
             keep_siblings(Path::new(&name), BUILTINS);
             match Self::open(&name) {
                 Ok(library) => return Ok(library),
@@ -204,15 +209,15 @@ impl Nvrtc {
             // The message of the system's loader is in the error's source.
             std::error::Error::source(&error).map_or_else(|| error.to_string(), ToString::to_string)
         };
-        // SAFETY: loading NVRTC only runs its own initialization. For any other file, the user who has named it is
-        // responsible.
+        // SAFETY: loading NVRTC only runs its own initialization. If the user has named another file, the user is
+        // responsible for the code that loading runs.
         let library = unsafe { libloading::Library::new(name) }.map_err(text)?;
         // SAFETY: a library with this name and these functions is NVRTC.
         let functions = unsafe { Functions::of(&library) }.map_err(text)?;
         let (mut major, mut minor, mut count) = (0, 0, 0);
         // SAFETY: the results outlive the calls.
         let code = unsafe { (functions.version)(&mut major, &mut minor) };
-        // SAFETY: as above.
+        // SAFETY: `count` outlives the call.
         let code = if code == 0 { unsafe { (functions.architecture_count)(&mut count) } } else { code };
         let mut architectures = vec![0; usize::try_from(count).unwrap_or(0)];
         // SAFETY: there is room for as many architectures as the library has counted.
@@ -238,12 +243,12 @@ impl Nvrtc {
         [
             format!("--gpu-architecture={architecture}"),
             "--std=c++17".into(),
-            // A product and a sum are fused into one operation, which rounds only once. No other option trades
-            // accuracy for speed.
+            // A multiplication and an addition may be fused into one operation, which rounds once. No other option
+            // trades accuracy for speed.
             "--fmad=true".into(),
-            // Without this, NVRTC before 13.2 takes the body of a generic lambda for host code, and refuses it.
+            // Without this option, NVRTC before 13.2 takes the body of a generic lambda for host code and rejects it.
             "--device-as-default-execution-space".into(),
-            // Writes the resource use of each kernel into the log. The code is the same.
+            // Makes the assembler write the resource use of each kernel into the log. It does not change the code.
             "--ptxas-options=-v".into(),
         ]
     }
@@ -298,7 +303,7 @@ impl Nvrtc {
             return Err(KernelError::DoesNotCompile { file, architecture, version, log: what });
         }
         let mut bytes = 0;
-        // SAFETY: the program was compiled, and the result outlives the call.
+        // SAFETY: the program was compiled, and `bytes` outlives the call.
         self.expect("nvrtcGetCUBINSize", unsafe { (self.functions.cubin_size)(program.program, &mut bytes) })?;
         let mut code = vec![0u8; bytes];
         // SAFETY: there is room for as many bytes as the library has reported.
@@ -321,13 +326,13 @@ impl Functions {
         let text = unsafe { (self.error_string)(code) };
         match text.is_null() {
             true => format!("code {code}"),
-            // SAFETY: as above.
+            // SAFETY: NVRTC returned a static, terminated string, which is not null.
             false => unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned(),
         }
     }
 }
 
-/// Returns the file names to look for, the best first.
+/// Returns the file names to look for, the preferred one first.
 fn names(driver: Option<i32>) -> Vec<String> {
     let driver = driver.unwrap_or(c_int::MAX);
     let (too_new, others): (Vec<c_int>, Vec<c_int>) = VERSIONS.into_iter().partition(|&version| version > driver);

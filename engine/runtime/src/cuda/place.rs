@@ -1,7 +1,8 @@
-//! The addresses at which programs run on a device, and the launches of programs with these addresses.
+//! The addresses at which programs run on a device, and the launches with these addresses.
 //!
-//! - In: a compiled program, and the addresses of arena, key, tickets and slots.
-//! - Out: the program's parts. Each part is a sequence of launches; between two parts, the host has something to do.
+//! - In: a compiled program, and the addresses of the arena, the key, the tickets and the slots.
+//! - Out: the program's parts. Each part is a sequence of launches. Between two parts, the host must do something,
+//!   such as send a message.
 //! - Never: a call of the device.
 
 use std::ops::Range;
@@ -21,18 +22,18 @@ use crate::error::{Error, Result};
 /// Launches, each with the index of the instruction that it belongs to.
 pub(super) type Launches = Vec<(usize, Launch)>;
 
-/// A part of a program: instructions that run without intervention by the host.
+/// A part of a program: consecutive instructions that run without intervention by the host.
 #[derive(Debug)]
 pub(super) struct Part<L> {
-    /// The part's instructions.
+    /// The indices of the part's instructions.
     pub span: Range<usize>,
-    /// The launches of the part's instructions; `None` if there are none, as for a message to another rank or an
-    /// operation on empty tensors.
+    /// The launches of the part's instructions. `None` means that there is nothing to launch, as for a message to
+    /// another rank or an operation on empty tensors.
     pub launches: Option<L>,
 }
 
 impl<L> Part<L> {
-    /// Converts the launches.
+    /// Converts the launches with `f`. Returns an error if `f` does.
     pub fn try_map<M>(self, f: impl FnOnce(L) -> Result<M>) -> Result<Part<M>> {
         Ok(Part { span: self.span, launches: self.launches.map(f).transpose()? })
     }
@@ -66,7 +67,7 @@ pub(super) struct Place {
     pub slots: u64,
     pub first_part: u64,
     pub part_stride: u64,
-    /// What the device has.
+    /// The optional features of the device.
     pub features: Features,
 }
 
@@ -82,13 +83,14 @@ impl Place {
         features: Features { warpgroups: false },
     };
 
-    /// Extends a device's memory up to this offset of the arena.
+    /// Ensures that the device has memory for the arena up to this offset.
     pub fn reach(&self, device: &mut dyn Device, offset: u64) -> Result<(), DeviceError> {
         device.extend(self.base - self.key + offset)
     }
 
-    /// Divides a program into parts that are as long as possible. A new part begins at messages to other ranks and
-    /// after row counts. Instructions with different conditions for running are also in different parts.
+    /// Divides a program into parts that are as long as possible. Messages to other ranks and votes are parts of
+    /// their own. A part ends after an instruction that defines a row count. All instructions of a part have the same
+    /// condition for running.
     pub fn parts(&self, program: &CompiledProgram) -> Result<Vec<Part<Launches>>> {
         self.cut(program, |before, at| before.predicate == at.predicate && before.defines_count.is_none())
     }
@@ -139,7 +141,8 @@ impl Place {
         };
         let all = |addresses: &[Address]| addresses.iter().map(operand).collect::<Vec<_>>();
         let inputs = instruction.inputs.iter().map(|input| (&input.layout, input.dtype));
-        // A program that was lowered for the CPU has other scratch. Kernels would write past the end of that scratch.
+        // The program may have been lowered for the CPU, whose scratch is smaller. The kernels would write past the
+        // end of it.
         let needed = launches::workspace(&**op, inputs, &specs(&instruction.outputs));
         let given = instruction.workspace.iter().map(|piece| piece.bytes);
         if needed.len() != given.len() || needed.iter().zip(given).any(|(&needed, given)| needed > given) {
@@ -161,7 +164,7 @@ impl Place {
             features: self.features,
         };
         let launches = launches::launches(&**op, &operands)?;
-        // A kernel that does not read slots would take the slot's address for the tensor's.
+        // A kernel that does not read slots would use the slot's address as the tensor's.
         let reads_slots = |launch: &Launch| matches!(launch, Launch::Kernel(kernel) if kernel.family.reads_slots());
         let has_slots = operands.inputs.iter().chain(operands.outputs).any(Operand::has_slot);
         (!has_slots || launches.iter().all(reads_slots)).then_some(launches)

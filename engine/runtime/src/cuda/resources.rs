@@ -1,6 +1,6 @@
 //! The resources that a kernel uses: registers, stack, spills and shared memory.
 //!
-//! - In: the log of NVRTC, whose assembler reports these figures with `--ptxas-options=-v`.
+//! - In: the log of NVRTC. Its assembler reports these figures if `--ptxas-options=-v` is given.
 //! - Out: the figures of each kernel.
 //! - Never: figures for a kernel that the log does not mention.
 
@@ -13,7 +13,7 @@ pub struct Resources {
     pub kernel: String,
     /// Registers per thread.
     pub registers: u32,
-    /// Bytes of local memory per thread, used for arrays with computed indices and for spilled registers.
+    /// Bytes of local memory per thread. It holds arrays with computed indices, and spilled registers.
     pub stack_bytes: u32,
     /// Bytes per thread of spill stores, summed over the kernel's functions.
     pub spill_store_bytes: u32,
@@ -21,7 +21,8 @@ pub struct Resources {
     pub spill_load_bytes: u32,
     /// Bytes of shared memory per block that the source declares. Dynamic shared memory is not included.
     pub shared_bytes: u32,
-    /// Whether the assembler waits for each product of a warpgroup, as it says why: nothing goes on beside them then.
+    /// True if the assembler warns that it waits for each product of a warpgroup before the next instruction.
+    /// Products then do not overlap with other work.
     pub is_serialized: bool,
 }
 
@@ -43,7 +44,8 @@ impl Resources {
                 });
             }
             let Some(last) = kernels.last_mut() else { continue };
-            // The log has such a line for the kernel itself, and one for each of its functions that was not inlined.
+            // The log contains such a line for the kernel itself, and one for each function of the kernel that was
+            // not inlined.
             if line.contains("bytes stack frame") {
                 last.stack_bytes = last.stack_bytes.max(before(line, " bytes stack frame"));
                 last.spill_store_bytes += before(line, " bytes spill stores");
@@ -54,7 +56,7 @@ impl Resources {
                 last.shared_bytes = before(line, " bytes smem");
             }
         }
-        // Warnings come ahead of all kernels.
+        // Warnings appear in the log before all kernels.
         for line in log.lines().filter(|line| line.contains("instructions are serialized")) {
             let is_meant = |kernel: &&mut Self| line.contains(&format!("'{}'", kernel.kernel));
             kernels.iter_mut().filter(is_meant).for_each(|kernel| kernel.is_serialized = true);
@@ -63,7 +65,7 @@ impl Resources {
     }
 }
 
-/// Returns the integer before some words, or 0 if the line does not contain them.
+/// Returns the integer before `words` in a line. Returns 0 if the line does not contain these words.
 fn before(line: &str, words: &str) -> u32 {
     let number = line.split_once(words).and_then(|(front, _)| front.rsplit(' ').next());
     number.and_then(|number| number.parse().ok()).unwrap_or(0)

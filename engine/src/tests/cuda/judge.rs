@@ -1,9 +1,9 @@
-//! Checks the kernels of all operations of a function and its gradient. Each operation is compared with its own f64
-//! reference.
+//! Checks the kernels of all operations of a function and its gradient. The results of each operation are compared
+//! with its own reference implementation in f64.
 //!
 //! - Operands have the layouts of the graph, including strides, in f32 and bf16, with guards around them.
-//! - Each operation runs with separate outputs, in place of each input that it may overwrite, and accumulating into
-//!   each output to which it may add.
+//! - Each operation runs in several variants: with separate outputs, in place of each input that it may overwrite,
+//!   and accumulating into each output to which it may add.
 //! - Each variant runs twice, with blocks and threads in opposite orders. Both runs must give the same bits.
 
 use std::collections::{BTreeSet, HashMap};
@@ -21,8 +21,8 @@ use crate::graph::{Graph, Node, Source, Spec, Tensor, ValueId, lock};
 use crate::reference::{Array, Reference, evaluate};
 use crate::{Op, Result};
 
-/// Returns the relative tolerance. Sums of some thousand products in f32 have errors of some multiples of 2⁻²⁴ =
-/// 6e-8. Results rounded to bf16 have errors of 2⁻⁸ = 4e-3 each.
+/// Returns the relative tolerance for a type. The error of an f32 sum of some thousand products is a few multiples of
+/// 2⁻²⁴ = 6e-8. The error of a value rounded to bf16 is up to 2⁻⁸ = 4e-3.
 fn tolerance(dtype: DType) -> f64 {
     match dtype {
         DType::BF16 => 1e-2,
@@ -33,8 +33,9 @@ fn tolerance(dtype: DType) -> f64 {
     }
 }
 
-/// Checks a function of tensors and its gradient in f32 and bf16. `parameters` are filled with standard normal
-/// values, and `ids` with the given ones. The operations in `named` must have kernels.
+/// Checks a function of tensors and its gradient in f32 and bf16. `parameters` are the shapes of parameters, which
+/// are filled with standard normal values. `ids` are shapes with the ids that fill them. Fails if an operation in
+/// `named` has no kernels.
 pub fn check(
     named: &[&str],
     parameters: &[&[usize]],
@@ -46,7 +47,7 @@ pub fn check(
     }
 }
 
-/// Like [`check`], in one type only.
+/// Like [`check`], but only in the given type.
 pub fn check_in(
     dtype: DType,
     named: &[&str],
@@ -104,7 +105,7 @@ pub fn judge_graph(graph: &Graph, given: &HashMap<String, Array>) -> Judged {
     judged
 }
 
-/// Checks an operation of a graph, on the values that its inputs have there. Returns false if it has no kernels.
+/// Checks one operation of a graph, for the input values in `exact`. Returns false if the operation has no kernels.
 fn judge_node(graph: &Graph, node: &Node, exact: &[Array], stream: Stream) -> bool {
     let stored = |id: ValueId| {
         let value = graph.value(id);
@@ -146,28 +147,29 @@ impl Stored {
 /// A variant of running an operation.
 #[derive(Debug, Clone, Copy)]
 struct Way {
-    /// The indices of an input and an output that share memory, if there are any.
+    /// The indices of an input and an output that share memory; `None` if all outputs are separate.
     over: Option<(usize, usize)>,
     accumulate: u64,
     features: Features,
 }
 
 impl Way {
-    /// Beside all inputs, by kernels that all devices have.
+    /// The variant with separate outputs, and with kernels for all devices.
     const PLAIN: Self = Self { over: None, accumulate: 0, features: Features { warpgroups: false } };
 }
 
-/// What kernels of an operation may ask of a device: there are others for some of it.
+/// Returns the sets of device features for which the operation has different kernels.
 fn features(op: &dyn Op, inputs: &[Stored]) -> Vec<Features> {
     let has_others = op.name().starts_with("attention") && inputs[0].dtype == DType::BF16 && host::has_warpgroups();
     [false].into_iter().chain(has_others.then_some(true)).map(|warpgroups| Features { warpgroups }).collect()
 }
 
-/// Checks an operation on inputs, in every variant of running it. Returns false if the operation has no kernels.
+/// Checks an operation on inputs, in all of its variants. Returns false if the operation has no kernels.
 pub fn judge(op: &dyn Op, inputs: &[Stored], specs: &[Spec], outputs: &[Spec], stream: Stream) -> bool {
     let seen: Vec<Array> = inputs.iter().map(Stored::seen).collect();
     let exact = op.reference(&Reference { inputs: seen.iter().collect(), stream });
-    // The head stores its logits in the type of x. So even its f32 losses are computed from rounded logits.
+    // The head of a language model stores its logits in the type of x. So its losses are computed from rounded
+    // logits, even though they are f32.
     let stores = op.name().starts_with("linear_cross_entropy");
     let plain = features(op, inputs).into_iter().map(|features| Way { features, ..Way::PLAIN });
     let over = op.inplace().iter().filter(|&&(input, output)| {
@@ -189,8 +191,8 @@ pub fn judge(op: &dyn Op, inputs: &[Stored], specs: &[Spec], outputs: &[Spec], s
                 let exact: Vec<f64> = exact.data.iter().zip(before.numbers()).map(|(x, b)| x + b).collect();
                 let stored = outputs.get(index).into_iter().chain(stores.then_some(&specs[0])).map(|spec| spec.dtype);
                 let allowed = stored.map(tolerance).fold(0.0, f64::max);
-                // The sum of old and new values may nearly cancel, so the error is relative to the larger of the old
-                // values and the new ones.
+                // Old values and the values added to them may nearly cancel. If the old values are larger than the
+                // sum, the error is therefore relative to the old values.
                 let norm = |x: &[f64]| x.iter().map(|x| x * x).sum::<f64>().sqrt();
                 let of_before = norm(&before.numbers());
                 let cancelled = if of_before > 0.0 { (norm(&exact) / of_before).min(1.0) } else { 1.0 };
@@ -205,13 +207,14 @@ pub fn judge(op: &dyn Op, inputs: &[Stored], specs: &[Spec], outputs: &[Spec], s
     true
 }
 
-/// Returns the outputs of an operation's kernels for these inputs.
+/// Returns the outputs that an operation's kernels compute from these inputs.
 pub fn outputs(op: &dyn Op, inputs: &[Stored], outputs: &[Spec], stream: Stream) -> Vec<Vec<f64>> {
     let regions = run(op, inputs, outputs, stream, Way::PLAIN, false).expect("it has kernels");
     regions.iter().map(Region::numbers).collect()
 }
 
-/// Returns the content of an output before the run: values to accumulate into, or zeros if the output is overwritten.
+/// Returns the values that a run adds to an output: random values if the kernels accumulate into the output, and
+/// zeros otherwise.
 fn before(outputs: &[Spec], index: usize, way: Way) -> Region {
     let zeros = vec![0.0; outputs[index].elements()];
     match way.accumulate >> index & 1 {
@@ -220,10 +223,10 @@ fn before(outputs: &[Spec], index: usize, way: Way) -> Region {
     }
 }
 
-/// Number of tickets available to a launch.
+/// Number of tickets that a launch may use.
 const MOST_TICKETS: usize = 4096;
 
-/// Returns the outputs of one run, or `None` if there are no kernels.
+/// Returns the outputs of one run, or `None` if the operation has no kernels.
 fn run(
     op: &dyn Op,
     inputs: &[Stored],
@@ -293,7 +296,7 @@ fn run(
     Some(of_output)
 }
 
-/// Returns ‖a − b‖ / ‖b‖, or ‖a − b‖ if b is zero. Returns NaN if an element of a is NaN and the one of b is not.
+/// Returns ‖a − b‖ / ‖b‖, or ‖a − b‖ if b is zero. The result is NaN if an element is NaN in a but not in b.
 fn distance(a: &[f64], b: &[f64]) -> f64 {
     assert_eq!(a.len(), b.len(), "elements");
     let norm = |x: &mut dyn Iterator<Item = f64>| x.map(|x| x * x).sum::<f64>().sqrt();

@@ -1,11 +1,11 @@
-//! norm.cu.
+//! Tests the kernels of norm.cu.
 
 use super::judge::check;
 use crate::Tensor;
 use crate::ops::{LayerNorm, RmsNorm};
 
-/// The rows have fewer elements than a warp has lanes, as many as several warps, or more than a block has threads.
-/// The sequences have several pieces, or more than one run.
+/// Rows have fewer elements than a warp has lanes, enough for several warps, or more than a block has threads.
+/// Sequences have one piece, several pieces, or several runs of pieces.
 const SHAPES: [[usize; 3]; 6] = [[2, 3, 5], [1, 1, 33], [2, 70, 96], [1, 2, 2504], [2, 1030, 3], [1, 2, 16648]];
 
 #[test]

@@ -1,5 +1,5 @@
-//! Tests of operations that are computed together with others: gradients of a norm's weight and bias, sums of
-//! products with residuals, and sums of gradients of embedding tables.
+//! Tests of operations that one kernel or product computes together: all gradients of a norm, products and the
+//! residuals added to them, and sums of gradients of embedding tables.
 
 use candle_core::DType;
 
@@ -12,11 +12,14 @@ use crate::compile::Target;
 use crate::runtime::{RunOptions, Session};
 use crate::{StepOptions, TrainOptions};
 
-/// One pass over the rows computes the gradients of a norm's weight and bias together with its input gradient, with
-/// the same order of summation as two kernels. The sums for weight and bias have the same bits; so has the input
-/// gradient in f32. The order of blocks and threads does not matter. The shapes cover rows with and without packs,
-/// sequences of several pieces and several runs, and rows that just fit a thread's registers. For wider rows, the two
-/// kernels are kept.
+/// One pass over the rows computes the gradients of a norm's weight and bias together with its input gradient. The
+/// order of summation is the same as with two kernels.
+///
+/// - The gradients of weight and bias have the same bits as with two kernels. In f32, the input gradient has the
+///   same bits as well.
+/// - The order of blocks and threads does not change the results.
+/// - The shapes cover rows with and without packs, sequences of several pieces and several runs, and rows that just
+///   fit a thread's registers. For wider rows, two kernels still run.
 #[test]
 fn gradients_of_a_norm_are_made_in_one_pass() {
     if !host::is_there() {
@@ -55,7 +58,7 @@ fn gradients_of_a_norm_are_made_in_one_pass() {
                 assert!(fused.iter().all(|x| x.is_finite()), "{shape:?} {dtype:?}: {index}");
                 let are_sums = fused.len() == shape[2];
                 let off = fused.iter().zip(apart).map(|(a, b)| (a - b).abs() / (1.0 + b.abs())).fold(0.0, f64::max);
-                // The input gradient may or may not be rounded before the other summand is added.
+                // The input gradient may be rounded before the other summand is added, or not.
                 let rounding = if dtype == DType::F32 || are_sums { 0.0 } else { 2e-2 };
                 assert!(
                     off <= gpu::allowed(rounding, 2e-2),
@@ -66,9 +69,9 @@ fn gradients_of_a_norm_are_made_in_one_pass() {
     }
 }
 
-/// A residual is added by the product before it, either by the library or by a kernel after the product. So the
-/// product without the residual is neither written nor read. The norm after the sum has a kernel of its own. If
-/// another operation reads the product, the product is not fused.
+/// The addition of a residual is fused with the preceding product: either the library adds the residual, or a kernel
+/// does so after the product. So the product without the residual is neither written nor read. The norm after the sum
+/// has a kernel of its own. If another operation reads the product, the addition is not fused.
 #[test]
 fn products_are_added_to_residuals() {
     if !host::is_there() {
@@ -97,9 +100,10 @@ fn products_are_added_to_residuals() {
     }
 }
 
-/// If an embedding table is also used as a matrix, the gradient of the lookups is added in place to the gradient of
-/// the matrix, with the bits of the sum of both. Nothing is cleared first, and rows that no id names are not touched.
-/// With several micro-batches, their gradients are accumulated as before.
+/// An embedding table may also be used as a matrix. Then the gradient of the lookups is added in place to the
+/// gradient of the matrix, and the result has the bits of the sum of both. Nothing is cleared first, and rows whose
+/// ids do not occur are not touched. Gradients of several micro-batches are accumulated in the same way as without
+/// fusion.
 #[test]
 fn gradients_of_a_table_are_added_in_place() {
     if !host::is_there() {

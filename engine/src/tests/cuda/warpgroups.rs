@@ -1,5 +1,5 @@
-//! Products of warpgroups (warpgroup.cuh), by what PTX ISA says of their operands: on the stand-in, to judge it, and on a GPU that has them,
-//! to judge what is said here.
+//! Tests products of warpgroups (warpgroup.cuh) with operands laid out as PTX ISA describes. On the simulated device,
+//! the tests check its model of these products. On a GPU that has the products, they check the layouts assumed here.
 
 use candle_core::DType;
 use gapless_graph::Numbers;
@@ -8,7 +8,8 @@ use super::memory::Region;
 use super::{gpu, host};
 use crate::cuda::{Family, Generated, Kernel, Launch};
 
-/// One product onto ones, of factors in an image of shared memory; the left one may be in registers.
+/// A kernel that adds one product to ones. Its factors are in an image of shared memory; the left factor may be in
+/// registers instead.
 const SOURCE: &str = r#"#include "warpgroup.cuh"
 
 struct Arguments {
@@ -73,7 +74,8 @@ struct Arguments {
     adds: u32,
 }
 
-/// A swizzling mode: its number in a descriptor, and cells of 16 bytes in a row of its atom, which has eight rows.
+/// A swizzling mode: its number in a descriptor, and the number of 16-byte cells per row of its atom. An atom has
+/// eight rows.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Mode {
     number: u64,
@@ -88,7 +90,8 @@ const MODES: [Mode; 4] = [
 ];
 
 impl Mode {
-    /// Where a cell of an atom is moved: the figures of "Shared memory matrix layout", row by row.
+    /// Returns the place to which a cell of an atom's row is moved, as in the figures of "Shared memory matrix
+    /// layout".
     fn cell(self, row: usize, cell: usize) -> usize {
         match self.cells {
             8 => cell ^ row,
@@ -103,7 +106,8 @@ impl Mode {
     }
 }
 
-/// Matrix (mn, k) in an image: atoms one after another along the dimension in which elements are neighbours, then along the other.
+/// A matrix with dimensions (mn, k) in an image of shared memory. Its atoms follow each other along the dimension in
+/// which elements are contiguous, and then along the other dimension.
 struct Factor {
     mode: Mode,
     is_mn_major: bool,
@@ -113,14 +117,15 @@ struct Factor {
 }
 
 impl Factor {
-    /// Bytes from an atom to the next in the dimension of neighbours, and in the other; the latter leaves a gap.
+    /// Returns the distances, in bytes, from an atom to the next one: in the dimension in which elements are
+    /// contiguous, and in the other dimension. The latter includes a gap.
     fn distances(&self) -> (usize, usize) {
         let along = if self.is_mn_major { self.mn } else { self.k };
         let atom = self.mode.atom_bytes();
         (atom, along.div_ceil(8 * self.mode.cells) * atom + 1024)
     }
 
-    /// Of numbers, row by row of k.
+    /// Creates a matrix whose element (mn, k) is `numbers(mn, k)`.
     fn new(mode: Mode, is_mn_major: bool, (mn, k): (usize, usize), numbers: &dyn Fn(usize, usize) -> f32) -> Self {
         let mut factor = Self { mode, is_mn_major, mn, k, image: Vec::new() };
         let (next, across) = factor.distances();
@@ -138,14 +143,15 @@ impl Factor {
         factor
     }
 
-    /// The descriptor of what begins at these elements, so many bytes behind the start of shared memory; distances as "Strides" and
-    /// "Canonical layouts" have them.
+    /// Returns the descriptor of the matrix that starts at element (`first_mn`, `first_k`). The image starts `before`
+    /// bytes after the start of shared memory. The distances follow "Strides" and "Canonical layouts".
     fn descriptor(&self, before: usize, first_mn: usize, first_k: usize) -> u64 {
         let (next, across) = self.distances();
         let (along, row) = if self.is_mn_major { (first_mn, first_k) } else { (first_k, first_mn) };
         let in_atom = 8 * self.mode.cells;
         let start = before + row / 8 * across + along / in_atom * next + along % in_atom * 2;
-        // Leading: between atoms along mn; without a swizzle, along k. The other is the stride.
+        // The leading distance is that between atoms along mn or, without a swizzle, along k. The stride is the other
+        // distance.
         let (leading, stride) = match (self.mode.number, self.is_mn_major) {
             (0, true) => (across, next),
             _ => (next, across),
@@ -154,7 +160,7 @@ impl Factor {
     }
 }
 
-/// A small integer, of which bf16 and sums lose nothing.
+/// Returns a small integer, which bf16 represents exactly. Sums of products of such integers are exact as well.
 fn small(numbers: &Numbers, index: usize) -> f32 {
     (numbers.normal(index) * 4.0).round() as f32
 }
@@ -167,7 +173,7 @@ fn family(source: &str) -> Family {
     Family::Generated(Generated::of("warpgroup_product.cu".into(), source.into()))
 }
 
-/// The 64 × `columns` sums of a kernel, or what was wrong.
+/// Returns the 64 × `columns` sums that a kernel computes, or the error that the simulated device reports.
 fn run(
     source: &str,
     columns: usize,
@@ -200,12 +206,12 @@ fn run(
         tickets: 0,
         arguments: Box::new(arguments),
     };
-    // SAFETY: the regions are as large as the arguments say, and nobody else touches them.
+    // SAFETY: the regions are as large as the arguments say. No other reference to the regions is used.
     unsafe { host::run(&Launch::Kernel(kernel), false) }?;
     assert!(out.is_intact());
     let by_thread = out.numbers();
     let mut sums = vec![0.0; 64 * columns];
-    // "Register fragments", of D: a thread's sum i.
+    // Sum i of a thread, according to "Register fragments" of D.
     for (at, sum) in by_thread.into_iter().enumerate() {
         let (thread, i) = (at / (columns / 2), at % (columns / 2));
         let row = thread / 32 * 16 + thread % 32 / 4 + i % 4 / 2 * 8;
@@ -215,7 +221,7 @@ fn run(
     Ok(sums)
 }
 
-/// The registers of a left factor, thread by thread: "Register fragments", of A.
+/// Returns the registers of a left factor, thread by thread, according to "Register fragments" of A.
 fn registers(a: &dyn Fn(usize, usize) -> f32) -> Vec<u8> {
     let mut bytes = Vec::new();
     for thread in 0..128 {
@@ -228,7 +234,7 @@ fn registers(a: &dyn Fn(usize, usize) -> f32) -> Vec<u8> {
     bytes
 }
 
-/// Every layout of either factor, from their beginning and from within.
+/// Tests every layout of each factor. The factors start at the beginning of an image, or inside of it.
 #[test]
 fn are_of_what_descriptors_say() {
     if !host::is_there() || !host::has_warpgroups() {
@@ -240,8 +246,9 @@ fn are_of_what_descriptors_say() {
     for columns in [64, 128, 256] {
         for (index, mode) in MODES.into_iter().enumerate() {
             for are_columns in [false, true] {
-                // Other rows and columns lie in front of those that are meant, and others along k; a swizzle's rows hold them all where
-                // neighbours are along k.
+                // The image of the left factor has additional rows before the factor's rows. Both images have
+                // additional elements along k before the factor. If elements are contiguous along k, all of them are
+                // in one row of the swizzling pattern.
                 let width = 8 * mode.cells;
                 let of_a = MODES[(index + 1) % 4];
                 let first_k = if are_columns { 16 } else { width.saturating_sub(16) };
@@ -278,7 +285,7 @@ fn are_of_what_descriptors_say() {
     }
 }
 
-/// The stand-in tells of what may go wrong on a device.
+/// The simulated device reports incorrect uses of products.
 #[test]
 fn misuse_is_told() {
     if gpu::is_asked_for() || !host::is_there() {
@@ -292,7 +299,7 @@ fn misuse_is_told() {
         run(&SOURCE.replacen(from, to, 1), 64, descriptor, descriptor, &factor.image, Some(&left), [false, true])
     };
     assert_eq!(sums("close_products();", "close_products();").unwrap(), vec![17.0; 64 * 64]);
-    // Sums are not there before they have been waited for.
+    // Sums are not available before the kernel has waited for the product.
     let early = sums("wait_for_products<0>(d);\n", "").unwrap_err();
     assert!(early.contains("a product that nobody waits for"), "{early}");
     let late = "    wait_for_products<0>(d);\n}\n\nKERNEL(product_64,";

@@ -1,20 +1,22 @@
-// AdamW over many tensors at once, and the norm of their gradients. Twins: optim/adamw.rs, optim/global_norm.rs.
+// AdamW updates of many tensors per launch, weight averages, and the norm of gradients. CPU counterparts:
+// optim/adamw.rs, optim/average.rs, optim/global_norm.rs.
 #include "last_block.cuh"
 #include "rows.cuh"
 
-// Tensors of one launch: what fits into the 4096 bytes of a kernel's arguments.
+// Most tensors per launch: MAX_UPDATED for updates, and MAX_TENSORS for norms. With these numbers, the arguments fit
+// into the 4096 bytes that a kernel may take.
 constexpr u32 MAX_UPDATED = 60;
 constexpr u32 MAX_TENSORS = 160;
 
 struct AdamWTensor {
     void* parameter;
-    // The parameter in f32, where it is stored in less; else none.
+    // The f32 master copy of a parameter that is stored in bf16; null for a parameter stored in f32.
     f32* master;
     const void* gradient;
     f32* m;
     f32* v;
     u64 count;
-    // The first of the blocks that go through it.
+    // The index of the tensor's first block in the launch.
     u64 first_block;
     f32 decay;
 };
@@ -23,20 +25,20 @@ struct AdamWArguments {
     AdamWTensor tensors[MAX_UPDATED];
     u64 tensor_count;
     const f32* norm;
-    // Learning rate, 1 - beta1^t, 1 - beta2^t.
+    // Learning rate, 1 - beta1^t and 1 - beta2^t, where t is the step's number.
     const f32* scalars;
     f32 max_norm;
     f32 beta1;
     f32 beta2;
     f32 eps;
-    // Whether gradients are f32, rather than of the parameters' type.
+    // True if gradients are f32. Otherwise they have the parameters' type.
     u32 sums_in_f32;
 };
 
-// Elements of a block.
+// Number of elements that a block updates.
 constexpr u32 ADAMW_LENGTH = 2048;
 
-// Which of some tensors a block belongs to.
+// Returns the index of the tensor that this block processes.
 template <typename Tensor>
 __device__ __forceinline__ u32 tensor_of(const Tensor* tensors, u64 count) {
     u32 tensor = 0, end = u32(count);
@@ -48,13 +50,13 @@ __device__ __forceinline__ u32 tensor_of(const Tensor* tensors, u64 count) {
     return tensor;
 }
 
-// Neighbours that a thread updates at a time.
+// Number of neighboring elements that a thread updates at a time.
 constexpr u32 UPDATED = 4;
 
 template <typename T>
 __device__ void adamw(const AdamWArguments& to) {
     const f32 norm = *to.norm;
-    // A broken step leaves the model as it was.
+    // If the norm is not finite, the step is skipped and the model does not change.
     if (!(fabsf(norm) < __uint_as_float(0x7f800000u))) return;
     const AdamWTensor& of = to.tensors[tensor_of(to.tensors, to.tensor_count)];
     const f32 lr = to.scalars[0];
@@ -71,7 +73,8 @@ __device__ void adamw(const AdamWArguments& to) {
         load_neighbours(v, of.v + i);
         if (of.master) load_neighbours(parameter, of.master + i);
         else load_neighbours(parameter, (const T*)of.parameter + i);
-        // The last, as bf16 is unpacked, and so waited for, in its branch.
+        // The gradient is loaded last. A bf16 gradient is unpacked inside its branch, and the thread has to wait for the
+        // load there.
         if (to.sums_in_f32) load_neighbours(g, (const f32*)of.gradient + i);
         else load_neighbours(g, (const T*)of.gradient + i);
 #pragma unroll
@@ -94,11 +97,11 @@ struct AverageArguments {
     const void* parameter;
     const f32* norm;
     u64 count;
-    // What the parameter counts.
+    // The weight of the parameter in the average.
     f32 part;
 };
 
-// The average of a parameter over steps. Twin: optim/average.rs.
+// Updates the average of a parameter over steps. CPU counterpart: optim/average.rs.
 template <typename T>
 __device__ void weight_average(const AverageArguments& to) {
     const f32 norm = *to.norm;
@@ -117,17 +120,18 @@ struct NormTensor {
 struct SquaredNormsArguments {
     NormTensor tensors[MAX_TENSORS];
     u64 tensor_count;
-    // A number for each block.
+    // One partial sum per block.
     f32* parts;
-    // For each tensor one, and its number.
+    // One ticket per tensor.
     u32* tickets;
     f64* out;
 };
 
-// Elements of a block.
+// Number of elements whose squares a block adds up.
 constexpr u32 NORM_LENGTH = 16384;
 
-// The squares of a block's elements; a warp of the last block of a tensor adds up those of all of its blocks.
+// Adds up the squares of a block's elements. When the last block of a tensor finishes, one of its warps adds up the
+// tensor's partial sums.
 template <typename T>
 __device__ void squared_norms(const SquaredNormsArguments& to) {
     const u32 tensor = tensor_of(to.tensors, to.tensor_count);
@@ -144,7 +148,7 @@ __device__ void squared_norms(const SquaredNormsArguments& to) {
     if (threadIdx.x == 0) to.parts[blockIdx.x] = sum;
     const u64 parts = of.count > NORM_LENGTH ? (of.count + NORM_LENGTH - 1) / NORM_LENGTH : 1;
     if (!is_last_block(to.tickets + tensor, u32(parts)) || warp_of() != 0) return;
-    __syncwarp(); // The only block of a tensor has met no barrier since.
+    __syncwarp(); // is_last_block has no barrier for a tensor with only one block.
     f64 all = 0.0;
     for (u64 part = lane_of(); part < parts; part += 32) all += to.parts[of.first_block + part];
     for (u32 distance = 16; distance > 0; distance /= 2) all += __shfl_xor_sync(ALL_LANES, all, distance);
@@ -160,22 +164,22 @@ struct GlobalNormArguments {
     u64 count;
 };
 
-// A number of one tensor after another.
+// Returns value number i of the concatenated tensors.
 __device__ __forceinline__ f64 at(const GlobalNormArguments& from, u64 i) {
     u32 tensor = 0;
     while (i >= from.tensors[tensor].count) i -= from.tensors[tensor++].count;
     return ((const f64*)from.tensors[tensor].x)[i];
 }
 
-// All numbers, one tensor's behind the other's.
+// Concatenates the values of all tensors.
 KERNEL(side_by_side, GlobalNormArguments) {
     const u64 i = global_thread();
     if (i < arguments.count) arguments.sorted[i] = at(arguments, i);
 }
 
-// The sum of a number of each thread, in the first.
+// Returns the sum over all threads of `own`. The result is in the first thread.
 __device__ __forceinline__ f64 sum_threads(f64 own, f64* sums) {
-    __syncthreads(); // Someone may still read what the last sum left.
+    __syncthreads(); // Other threads may still read the values of the previous sum.
     sums[threadIdx.x] = own;
     for (u32 distance = blockDim.x / 2; distance > 0; distance /= 2) {
         __syncthreads();
@@ -184,8 +188,9 @@ __device__ __forceinline__ f64 sum_threads(f64 own, f64* sums) {
     return sums[0];
 }
 
-// The root of the sum of all numbers, in an order that goes by their size alone: it does not tell which tensor has them, nor how many
-// zeros there are. One block, with a number for each thread in shared memory.
+// Computes the square root of the sum of all values. The values are sorted by size first. The order of additions
+// depends only on the sorted values: neither the tensors that contain the values nor additional zeros change the
+// result. The kernel runs as one block, with one f64 per thread in shared memory.
 KERNEL(global_norm, GlobalNormArguments) {
     f64* numbers = (f64*)shared_memory;
     const u64 count = arguments.count;
@@ -197,7 +202,7 @@ KERNEL(global_norm, GlobalNormArguments) {
         u64 rank = 0;
         for (u64 other = 0; other < count; other += blockDim.x) {
             const u32 there = u32(smaller(blockDim.x, count - other));
-            __syncthreads(); // Someone may still read the numbers before.
+            __syncthreads(); // Other threads may still read the previous values.
             if (threadIdx.x < there) numbers[threadIdx.x] = at(arguments, other + threadIdx.x);
             __syncthreads();
             for (u32 j = 0; j < there; ++j) rank += numbers[j] < own || (!(own < numbers[j]) && other + j < i);
@@ -205,12 +210,14 @@ KERNEL(global_norm, GlobalNormArguments) {
         if (i < count) arguments.sorted[rank] = own;
     }
     __syncthreads();
-    // Each thread has one of so many neighbours, counted from the largest: zeros change nothing.
+    // Each thread adds every `blockDim.x`-th value, counted from the largest. So additional zeros do not change the
+    // result.
     f64 sum = 0.0;
     for (u64 i = threadIdx.x; i < count; i += blockDim.x) sum += arguments.sorted[count - 1 - i];
     sum = sum_threads(sum, numbers);
     any_order = sum_threads(any_order, numbers);
-    // What is not finite has no order, and may be lost among the sorted.
+    // NaN has no order, so it may be missing among the sorted values. In that case the result is the sum in the original
+    // order, which is not finite.
     if (!(any_order - any_order == 0.0)) sum = any_order;
     if (threadIdx.x == 0) *arguments.out = f32(sqrt(sum));
 }

@@ -1,26 +1,28 @@
-// The backward of attention_tensor_cores.cu on the tensor cores of compute capability 9.0, whose products go on by themselves (warpgroup.cuh):
-// a kernel for dq and one for dk and dv, so that no two blocks add to the same sums. Probabilities are taken from scores while their gradients
-// are multiplied, and these are weighted while the next products run.
+// The backward of attention_tensor_cores.cu with the asynchronous products of compute capability 9.0 (warpgroup.cuh). One
+// kernel computes dq, and another one dk and dv, so that no two blocks add to the same sums. Two computations overlap
+// with products: the probabilities are computed from the scores while the products for their gradients run, and these
+// gradients are weighted while the next products run.
 #include "attention_tensor_cores.cuh"
 #include "warpgroup.cuh"
 
-// Pairs of tiles that go by: one in use, one on its way, and one that products of the turn before may still read.
+// Number of pairs of tiles in shared memory: one in use, one being copied, and one that products of the previous turn may
+// still read.
 constexpr u32 STAGES = 3;
 
-// For heads of up to SIZE elements: so many BLOCKS fit a multiprocessor at once.
+// Defines the kernel for heads of up to SIZE elements. BLOCKS blocks fit on a multiprocessor at the same time.
 #define BACKWARD(name, SIZE, WARPGROUPS, TILE, BLOCKS)                                                          \
     BOUNDED_KERNEL(name##_##SIZE, AttentionArguments, WARPGROUPS * WARPGROUP_THREADS, BLOCKS) {                 \
         name<SIZE, WARPGROUPS, TILE>(arguments);                                                                \
     }
 
-// Has everyone's copies, which products read from now on.
+// Waits until the copies of all threads have arrived, and makes them visible to products.
 __device__ __forceinline__ void meet() {
     wait_for_copies<0>();
     fence_shared_memory();
     __syncthreads();
 }
 
-// d = a·b, of rows of a from `row` on with all rows of b, as a group of products.
+// Starts d = a·bᵀ for the rows of a from `row` on and all rows of b, as one group of products.
 template <u32 TILE, u32 SIZE, u32 ROWS>
 __device__ __forceinline__ void start_scores(Bands<1, TILE>& d, const SwizzledTile<SIZE, ROWS>& a, u32 row,
                                              const SwizzledTile<SIZE, TILE>& b) {
@@ -29,7 +31,7 @@ __device__ __forceinline__ void start_scores(Bands<1, TILE>& d, const SwizzledTi
     close_products();
 }
 
-// Adds to d the rows of b, weighted, as a group of products.
+// Starts d += weights·b, as one group of products.
 template <u32 TILE, u32 SIZE>
 __device__ __forceinline__ void start_sums(Bands<1, SIZE>& d, const u32 (&weights)[TILE / 16][4], const SwizzledTile<SIZE, TILE>& b) {
 #pragma unroll
@@ -37,20 +39,21 @@ __device__ __forceinline__ void start_sums(Bands<1, SIZE>& d, const u32 (&weight
     close_products();
 }
 
-// Leaves delta = sum(out·d_out) of each query to the kernel behind.
+// Computes dq, and stores delta = sum(out·d_out) of each query for the kernel that computes dk and dv.
 template <u32 SIZE, u32 WARPGROUPS, u32 TILE>
 __device__ void attention_wg_grad_q(const AttentionArguments& to) {
     constexpr u32 ROWS = WARPGROUPS * WARPGROUP_ROWS, THREADS = WARPGROUPS * WARPGROUP_THREADS;
     const SwizzledTile<SIZE, ROWS> q{swizzled_memory()}, d_out = q.behind(1);
     const SwizzledTile<SIZE, TILE> k{d_out.behind(1).bytes}, v = k.behind(STAGES);
     const u64 head = blockIdx.x, batch = blockIdx.z, kv_head = head / (to.heads / to.kv_heads);
-    // Those that see most begin first.
+    // The queries that see most keys are processed first.
     const u32 first = (gridDim.y - 1 - blockIdx.y) * ROWS;
     const u32 own = first + warp_of() * BAND, group_row = warpgroup_of() * WARPGROUP_ROWS, of_group = first + group_row;
     const HeadRows keys = keys_of(to, batch, kv_head);
     const HeadRows values = values_of(to, batch, kv_head);
     const u32 skipped = u32(to.first_key_of<ROWS>(batch, first) / TILE);
-    // Tiles that the block goes through, and how many of them this warpgroup sees.
+    // Returns the number of tiles from tile `skipped` to the last key that any query before `end` sees. `turns` is this
+    // number for the block, and `seen_turns` for this warpgroup.
     const auto turns_of = [&](u64 end) {
         return u32((to.visible(smaller(end, to.queries) - 1) + TILE - 1) / TILE) - skipped;
     };
@@ -86,7 +89,7 @@ __device__ void attention_wg_grad_q(const AttentionArguments& to) {
         fence_registers();
         start_scores(p, q, group_row, of_k);
         start_scores(d_scores, d_out, group_row, of_v);
-        // The sums of the turn before are complete as well.
+        // The previous turn's sums are complete as well.
         wait_for_products<1>(p.at[0]);
         if (to.cap > 0.0f) p.visit([&](f32& p, u32, u32) { p = to.score(p); });
         p.visit([&](f32& p, u32 half, u32) { p = exp2_of(p * scale - lse[half]); });
@@ -112,7 +115,7 @@ __device__ void attention_wg_grad_q(const AttentionArguments& to) {
         for (u32 i = 0; i < TILE / 16; ++i) d_scores.round_to(weights[i], 0, i * 2);
         fence_registers();
         start_sums<TILE>(dq, weights, of_k);
-        // Two blocks of a multiprocessor have no registers for more under way.
+        // With two blocks per multiprocessor, there are no registers for further products in flight.
         if (SIZE == 64) wait_for_products<0>(dq.at[0]);
     }
     wait_for_products<0>(dq.at[0]);
@@ -126,8 +129,9 @@ __device__ void attention_wg_grad_q(const AttentionArguments& to) {
 BACKWARD(attention_wg_grad_q, 64, 2, 64, 2)
 BACKWARD(attention_wg_grad_q, 128, 2, 64, 1)
 
-// The end of the queries from `first` to `end` that see a key before `key_end`, by their documents; `first` if there is none. For whole
-// warps; there are fewer than 2^24 queries.
+// Returns the end of the queries from `first` to `end` that see a key before `key_end` according to their documents.
+// Returns `first` if there are none. All lanes of a warp must call this together. The indices are computed as f32, which
+// is exact because there are fewer than 2^24 queries.
 __device__ __forceinline__ u32 end_of(const AttentionArguments& to, u64 batch, u32 first, u32 end, u32 key_end) {
     if (!to.starts) return end;
     f32 most = f32(first);
@@ -137,27 +141,28 @@ __device__ __forceinline__ u32 end_of(const AttentionArguments& to, u64 batch, u
     return u32(fold_lanes<Max>(most, 32));
 }
 
-// A warpgroup has 64 keys: scores and their gradients are transposed.
+// Computes dk and dv. Each warpgroup processes 64 keys, so the tiles of scores and of their gradients are transposed.
 template <u32 SIZE, u32 WARPGROUPS, u32 TILE>
 __device__ void attention_wg_grad_kv(const AttentionArguments& to) {
     constexpr u32 ROWS = WARPGROUPS * WARPGROUP_ROWS, THREADS = WARPGROUPS * WARPGROUP_THREADS;
     const SwizzledTile<SIZE, ROWS> k{swizzled_memory()}, v = k.behind(1);
     const SwizzledTile<SIZE, TILE> q{v.behind(1).bytes}, d_out = q.behind(STAGES);
-    // Of each tile's queries, the logarithms of their sums, as exponents of two; their deltas; and the first keys that they see.
+    // Three values per query of each tile: the logarithm of the sum of exponentials, as an exponent of two; delta; and
+    // the first key that the query sees.
     f32* const statistics = (f32*)d_out.behind(STAGES).bytes;
     static_assert(THREADS >= 3 * TILE, "a thread has one of them");
     const u64 kv_head = blockIdx.x, batch = blockIdx.z;
     const u32 group = u32(to.heads) / u32(to.kv_heads);
     const u32 first = blockIdx.y * ROWS;
     const u32 own = first + warp_of() * BAND, group_row = warpgroup_of() * WARPGROUP_ROWS, of_group = first + group_row;
-    // Tiles of every head's queries from the first on that sees a key of this block, to the last; and how many of them begin before one
-    // that sees a key of this warpgroup.
+    // `turns` is the number of tiles per head from the first query that sees a key of this block to the last such query.
+    // `hidden_turns` is the number of these tiles before the first tile with a query that sees a key of this warpgroup.
     const u32 queries = u32(to.queries), first_query = u32(to.first_query(first)), skipped = first_query / TILE;
     const u32 end = end_of(to, batch, first_query, u32(to.end_query(smaller(u64(first) + ROWS, to.keys) - 1)), first + ROWS);
     const u32 turns = (end + TILE - 1) / TILE - skipped;
     const u32 hidden_turns = u32(smaller(to.first_query(of_group) / TILE - skipped, turns));
     f32 statistic = 0.0f;
-    // The next turn's head and tile.
+    // The head and tile of the next turn.
     u32 next_head = turns > 0 ? 0 : group, next_tile = 0;
     const auto start = [&](u32 turn) {
         if (next_head < group) {
@@ -170,7 +175,7 @@ __device__ void attention_wg_grad_kv(const AttentionArguments& to) {
             if (threadIdx.x < 2 * TILE) {
                 statistic = query >= queries ? 0.0f : threadIdx.x < TILE ? to.lse[at] * LOG2_E : to.delta[at];
             } else if (to.is_cut()) {
-                // There are fewer than 2^24 keys.
+                // This is exact, because there are fewer than 2^24 keys.
                 statistic = f32(hidden_from(to, batch, query));
             }
             if (++next_tile == turns) {
@@ -205,7 +210,7 @@ __device__ void attention_wg_grad_kv(const AttentionArguments& to) {
             fence_registers();
             start_scores(p, k, group_row, of_q);
             start_scores(d_scores, v, group_row, of_d_out);
-            // The sums of the turn before are complete as well.
+            // The previous turn's sums are complete as well.
             wait_for_products<1>(p.at[0]);
             if (to.cap > 0.0f) p.visit([&](f32& p, u32, u32) { p = to.score(p); });
             p.visit_with(lse, [&](f32& p, u32, f32 lse) { p = exp2_of(p * scale - lse); });
@@ -219,7 +224,8 @@ __device__ void attention_wg_grad_kv(const AttentionArguments& to) {
                 for (u32 half = 0; half < 2; ++half) key[half] = f32(own + p.row_of(half));
                 p.visit_with(lse + 2 * TILE, [&](f32& p, u32 half, f32 first) { p = key[half] >= first ? p : 0.0f; });
             }
-            // An assembler has registers of a factor be made when no products are under way, or it waits for each of them.
+            // The registers of a product's left factor must be written while no products are in flight. Otherwise the
+            // assembler waits for each product.
             keep_order(p.at[0]);
             wait_for_products<0>(d_scores.at[0]);
 #pragma unroll
@@ -235,7 +241,7 @@ __device__ void attention_wg_grad_kv(const AttentionArguments& to) {
             start_sums<TILE>(dv, of_p, of_d_out);
             start_sums<TILE>(dk, of_scores, of_q);
         }
-        // The turns that follow may replace what is read.
+        // Wait here, because the following turns may overwrite the tiles that products read.
         wait_for_products<0>(dk.at[0], dv.at[0]);
     }
     wait_for_copies<0>();

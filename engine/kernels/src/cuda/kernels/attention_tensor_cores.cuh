@@ -1,4 +1,5 @@
-// What the kernels of attention on tensor cores share: rows of heads that are copied to shared memory, a warp's sums, and masks.
+// Definitions that the tensor-core kernels of attention share: rows of heads and their copies to shared memory, the sums
+// of a warp, and masks.
 #pragma once
 #include "attention.cuh"
 #include "math.cuh"
@@ -6,17 +7,18 @@
 
 constexpr u32 BAND = 16;
 
-// Exponents are of two, for which the device has an instruction.
+// Exponents are to base 2, for which the device has an instruction.
 constexpr f32 LOG2_E = 1.4426950408889634f;
 
-// The rows of heads in global memory of which a block has some, or that go by.
+// Rows of one head in global memory, which a block holds or iterates over.
 struct HeadRows {
     const bf16* at;
     u64 stride;
     u64 end;
     u32 size;
 
-    // Starts to load ROWS of them from `first` on with all THREADS of the block; those that are not there are zeros.
+    // Starts to load ROWS rows from `first` on, with all THREADS of the block. Rows that do not exist are filled with
+    // zeros.
     template <u32 ROWS, u32 THREADS = ATTENTION_THREADS, typename Tile>
     __device__ __forceinline__ void start(Tile tile, u64 first) const {
         const u32 count = first < end ? u32(smaller(end - first, ROWS)) : 0;
@@ -45,12 +47,12 @@ __device__ __forceinline__ HeadRows values_of(const AttentionArguments& to, u64 
     return rows_of(to.v, to.at_v, batch, kv_head, to.keys, to.value_size);
 }
 
-// A warp's sums: BANDS times sixteen rows of COLUMNS columns, in fragments of sixteen times eight.
+// The sums of a warp: BANDS bands of 16 rows and COLUMNS columns, as fragments of 16 × 8 elements.
 template <u32 BANDS, u32 COLUMNS>
 struct Bands {
     f32 at[BANDS][COLUMNS / 8][4] = {};
 
-    // Calls a function with each sum, and its row and column.
+    // Calls f(sum, row, column) for each sum of this lane, where `row` counts half bands.
     template <typename F>
     __device__ __forceinline__ void visit(F f) {
 #pragma unroll
@@ -66,7 +68,8 @@ struct Bands {
         }
     }
 
-    // Calls a function with each sum, that of others in its place, its row, and the number of its column, of which there is one for each.
+    // Calls f(sum, other, row, value) for each sum of this lane. `other` is the element of `others` in the same place,
+    // and `value` is the one in `of_columns` for the sum's column.
     template <typename F>
     __device__ __forceinline__ void visit_beside(const Bands& others, const f32* of_columns, F f) {
 #pragma unroll
@@ -81,23 +84,23 @@ struct Bands {
         }
     }
 
-    // The same without others.
+    // Calls f(sum, row, value) for each sum of this lane, where `value` is the one in `of_columns` for the sum's column.
     template <typename F>
     __device__ __forceinline__ void visit_with(const f32* of_columns, F f) {
         visit_beside(*this, of_columns, [&](f32& sum, f32, u32 half, f32 of_column) { f(sum, half, of_column); });
     }
 
-    // The row of a half band that this lane has some sums of.
+    // Returns the row of a half band in which this lane holds sums.
     __device__ __forceinline__ static u32 row_of(u32 half) { return half * 8 + lane_of() / 4; }
 
-    // Rows of a from `first` on, each times each row of b.
+    // Sets each sum to the product of a row of a, from row `first` on, and a row of b.
     template <u32 SIZE>
     __device__ __forceinline__ void set_to_products(HalfTile<SIZE> a, u32 first, HalfTile<SIZE> b) {
         visit([](f32& sum, u32, u32) { sum = 0.0f; });
         add_products(a, first, b);
     }
 
-    // The same, onto what is there.
+    // Adds the same products to the sums.
     template <u32 SIZE>
     __device__ __forceinline__ void add_products(HalfTile<SIZE> a, u32 first, HalfTile<SIZE> b) {
 #pragma unroll
@@ -118,7 +121,8 @@ struct Bands {
         }
     }
 
-    // Columns 8k to 8k + 15 of a band as a left factor: what a product's fragments are, a factor's are once they are rounded.
+    // Rounds columns 8k to 8k + 15 of a band to bf16, as fragments of a left factor. No exchange between lanes is needed,
+    // because fragments of results and of left factors have the same layout.
     __device__ __forceinline__ void round_to(u32 (&to)[4], u32 band, u32 k) const {
         const f32(&left)[4] = at[band][k], (&right)[4] = at[band][k + 1];
         to[0] = pair_of(left[0], left[1]);
@@ -127,7 +131,7 @@ struct Bands {
         to[3] = pair_of(right[2], right[3]);
     }
 
-    // Adds to each row the rows of b, weighted.
+    // Adds weights·b to the sums.
     template <u32 TILE>
     __device__ __forceinline__ void add(const Bands<BANDS, TILE>& weights, HalfTile<COLUMNS> b) {
 #pragma unroll
@@ -152,7 +156,7 @@ struct Bands {
         visit([&](f32& x, u32 half, u32 column) { x *= other.at[half / 2][column / 8][half % 2 * 2 + column % 2]; });
     }
 
-    // Rounds the rows, and stores those of tokens before `end`.
+    // Rounds the rows to bf16, and stores those whose token is before `end`.
     __device__ __forceinline__ void store(bf16* to, u64 stride, u64 first, u64 end, u32 size) const {
         const bool is_paired = (reinterpret_cast<u64>(to) / sizeof(bf16) | stride | size) % 2 == 0;
 #pragma unroll
@@ -175,34 +179,35 @@ struct Bands {
     }
 };
 
-// How many of the first keys a query sees, from a tile's start on.
+// Returns the number of keys from `start` on that a query sees, at most 0xffff.
 __device__ __forceinline__ u32 seen_from(const AttentionArguments& to, u64 query, u64 start) {
     const u64 seen = to.visible(query);
     return seen > start ? u32(smaller(seen - start, 0xffff)) : 0;
 }
 
-// The first key that a query sees; rows that are no query see all.
+// Returns the first key that a query sees. For rows past the last query it returns 0, so that they see all keys.
 __device__ __forceinline__ u32 hidden_from(const AttentionArguments& to, u64 batch, u64 query) {
     return query < to.queries ? u32(to.first_key(batch, query)) : 0;
 }
 
-// The same from the first key on, for fewer registers: a sequence has fewer than 2^32 tokens.
+// Returns the number of keys from the first one on that a query sees. Needs fewer registers than seen_from, because a
+// sequence has fewer than 2^32 tokens.
 __device__ __forceinline__ u32 seen_by(const AttentionArguments& to, u32 query) {
     const u32 keys = u32(to.keys), seen = query + (keys - u32(to.queries)) + 1;
     return to.is_causal && seen < keys ? seen : keys;
 }
 
-// What scores are multiplied by to be exponents of two, once they are capped.
+// Returns the factor that turns capped scores, or products if there is no cap, into exponents of two.
 __device__ __forceinline__ f32 exponent_scale(const AttentionArguments& to) {
     return (to.cap > 0.0f ? 1.0f : to.scale) * LOG2_E;
 }
 
-// The slope of a capped score, by its probability: the score is that one's logarithm.
+// Returns the slope of a score's cap. The score is recovered as the logarithm of its probability, plus `lse`.
 __device__ __forceinline__ f32 slope_of(const AttentionArguments& to, f32 p, f32 lse) {
     return p > 0.0f ? to.slope((log2_of(p) + lse) * (1.0f / LOG2_E)) : 0.0f;
 }
 
-// Loads what there is for a tile's columns, of which this lane has two of every eight; zeros where nothing is.
+// Loads the values of a tile's columns. Each lane holds two of every eight columns. Values past `count` are zeros.
 template <u32 COUNT>
 __device__ __forceinline__ void load_numbers(f32 (&to)[COUNT], const f32* from, u32 count) {
 #pragma unroll

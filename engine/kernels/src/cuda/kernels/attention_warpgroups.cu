@@ -1,29 +1,32 @@
-// The forward of attention_tensor_cores.cu on the tensor cores of compute capability 9.0, whose products go on by themselves (warpgroup.cuh):
-// the scheme of FlashAttention-3 (Shah et al. 2024, section 3.2). While a warpgroup takes the exponentials of a tile of scores, the
-// tile before is multiplied by its values; the products of other warpgroups fill what is left.
+// The forward of attention_tensor_cores.cu with the asynchronous products of compute capability 9.0 (warpgroup.cuh). It
+// follows FlashAttention-3 (Shah et al. 2024, section 3.2). While a warpgroup computes the exponentials of one tile of
+// scores, the tensor cores multiply the previous tile's probabilities by its values. Products of other warpgroups use the
+// tensor cores in the remaining time.
 #include "attention_tensor_cores.cuh"
 #include "warpgroup.cuh"
 
-// Scores are taken relative to a base that follows their maximum at this distance, as an exponent of two: sums are multiplied by what
-// is left of them only where it grows by more (as in FlashAttention-4). Probabilities are at most 2^8 then.
+// The base that is subtracted from scores may be below their maximum by this much, as an exponent of two. Only when the
+// maximum grows further is the base raised, and the sums so far are rescaled (as in FlashAttention-4). So probabilities
+// are at most 2^8.
 constexpr f32 SLACK = 8.0f;
 
-// A block has 64 queries of one head for each of its WARPGROUPS, and goes through the keys in tiles. HOLDS_QUERIES says whether queries
-// are in registers, which leaves the bandwidth of shared memory to keys and values.
+// A block processes 64 queries of one head per warpgroup, and iterates over tiles of keys. With HOLDS_QUERIES, the
+// queries are kept in registers, which leaves the bandwidth of shared memory to keys and values.
 template <u32 SIZE, u32 WARPGROUPS, u32 TILE, bool HOLDS_QUERIES>
 __device__ void attention_wg(const AttentionArguments& to) {
     constexpr u32 ROWS = WARPGROUPS * WARPGROUP_ROWS, THREADS = WARPGROUPS * WARPGROUP_THREADS;
     const SwizzledTile<SIZE, ROWS> q{swizzled_memory()};
     const SwizzledTile<SIZE, TILE> k{q.behind(1).bytes}, v = k.behind(2);
     const u64 head = blockIdx.x, batch = blockIdx.z, kv_head = head / (to.heads / to.kv_heads);
-    // Those that see most begin first.
+    // The queries that see most keys are processed first.
     const u32 first = (gridDim.y - 1 - blockIdx.y) * ROWS;
     const u32 own = first + warp_of() * BAND, group_row = warpgroup_of() * WARPGROUP_ROWS, of_group = first + group_row;
     const HeadRows queries = queries_of(to, batch, head);
     const HeadRows keys = keys_of(to, batch, kv_head);
     const HeadRows values = values_of(to, batch, kv_head);
     const u32 skipped = u32(to.first_key_of<ROWS>(batch, first) / TILE);
-    // Tiles that the block goes through, and how many of them this warpgroup sees.
+    // Returns the number of tiles from tile `skipped` to the last key that any query before `end` sees. `turns` is this
+    // number for the block, and `seen_turns` for this warpgroup.
     const auto turns_of = [&](u64 end) {
         return u32((to.visible(smaller(end, to.queries) - 1) + TILE - 1) / TILE) - skipped;
     };
@@ -31,7 +34,7 @@ __device__ void attention_wg(const AttentionArguments& to) {
     const u32 seen_turns = of_group < to.queries ? turns_of(of_group + WARPGROUP_ROWS) : 0;
     const f32 scale = exponent_scale(to);
 
-    // Copies of a turn: its keys, and the values of the turn before.
+    // Starts the copies of a turn: the keys of this turn, and the values of the previous turn.
     const auto start = [&](u32 turn) {
         if (turn < turns) keys.start<TILE, THREADS>(k.behind(turn % 2), (skipped + turn) * TILE);
         if (turn > 0 && turn <= turns) values.start<TILE, THREADS>(v.behind((turn - 1) % 2), (skipped + turn - 1) * TILE);
@@ -40,7 +43,7 @@ __device__ void attention_wg(const AttentionArguments& to) {
     const auto arrive = [&](u32 turn) {
         wait_for_copies<0>();
         fence_shared_memory();
-        __syncthreads(); // Everyone's copies are there, and what the next ones replace has been read.
+        __syncthreads(); // All threads' copies have arrived, and no thread still reads the tiles that the next copies overwrite.
         start(turn + 1);
     };
     queries.start<ROWS, THREADS>(q, first);
@@ -99,7 +102,7 @@ __device__ void attention_wg(const AttentionArguments& to) {
         scores.visit([&](f32& score, u32 half, u32) { greatest[half] = fmaxf(greatest[half], score); });
         bool grows = false;
         for (u32 half = 0; half < 2; ++half) {
-            // Four neighbouring lanes have a row.
+            // The elements of a row are in four neighboring lanes.
             greatest[half] = fold_lanes<Max>(greatest[half], 4) * scale;
             grows |= greatest[half] > base[half] + SLACK;
         }
@@ -111,7 +114,7 @@ __device__ void attention_wg(const AttentionArguments& to) {
                 base[half] = greatest[half];
                 sum[half] *= kept[half];
             }
-            // Rows that have seen nothing yet have no base.
+            // A row that has not seen any key yet has no base.
             subtracted[half] = base[half] == minus_infinity() ? 0.0f : base[half];
         }
         scores.visit([&](f32& score, u32 half, u32) {
@@ -119,8 +122,8 @@ __device__ void attention_wg(const AttentionArguments& to) {
             sum[half] += score;
         });
         keep_order(scores.at[0]);
-        // The tile before is weighted meanwhile. An assembler moves a wait to the front of its basic block, past the exponentials:
-        // so it is at the front of these two.
+        // Meanwhile, the previous tile's values are multiplied. The wait is duplicated into both branches, because the
+        // assembler moves a wait to the start of its basic block, which would otherwise be before the exponentials.
         if (grows) {
             wait_for_products<0>(sums.at[0]);
             sums.visit([&](f32& sum, u32 half, u32) { sum *= kept[half]; });
@@ -152,7 +155,7 @@ __device__ void attention_wg(const AttentionArguments& to) {
     sums.store((bf16*)to.out + to.at_out.at(batch, head), to.at_out.token, own, to.queries, u32(to.value_size));
 }
 
-// For heads of up to SIZE elements: so many BLOCKS fit a multiprocessor at once.
+// Defines the kernel for heads of up to SIZE elements. BLOCKS blocks fit on a multiprocessor at the same time.
 #define FORWARD(SIZE, WARPGROUPS, TILE, HOLDS_QUERIES, BLOCKS)                                               \
     BOUNDED_KERNEL(attention_wg_##SIZE, AttentionArguments, WARPGROUPS * WARPGROUP_THREADS, BLOCKS) {        \
         attention_wg<SIZE, WARPGROUPS, TILE, HOLDS_QUERIES>(arguments);                                      \

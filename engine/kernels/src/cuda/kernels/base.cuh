@@ -1,7 +1,8 @@
-// What all kernels are made of: types of fixed size, the storage types, and how a kernel is declared.
+// Definitions that all kernels use: types of fixed size, storage types, and the declaration of kernels.
 //
-// Nothing is included from elsewhere, so that a GPU machine needs NVRTC's library and no header. The same text is compiled by
-// an ordinary C++ compiler, in front of which a stand-in for the device defines what CUDA defines (cuda/tests/on_host).
+// No system header is included, so compiling on a GPU machine only requires NVRTC's library. An ordinary C++ compiler can
+// compile the same text for tests. For this purpose, device.hpp is included first, which simulates a device and defines
+// everything that CUDA would define.
 #pragma once
 
 typedef unsigned char u8;
@@ -11,13 +12,14 @@ typedef unsigned long long u64;
 typedef float f32;
 typedef double f64;
 
-// Half of an f32: a type to store numbers in. All arithmetic is in f32.
+// A bfloat16 value: the upper 16 bits of an f32. It is only used for storage; all arithmetic is in f32.
 struct bf16 {
     u16 bits;
 };
 
-// A kernel: KERNEL(name, Arguments) { .. arguments .. }. It takes one struct, by value. The registers of a bounded one are so few
-// that so many blocks of so many threads run side by side.
+// Declares a kernel: KERNEL(name, Arguments) { .. arguments .. }. The kernel takes one struct, by value. BOUNDED_KERNEL
+// also limits the kernel's registers, so that `blocks` blocks of `threads` threads fit on a multiprocessor at the same
+// time.
 #ifndef ON_HOST
 #define KERNEL(name, Arguments) extern "C" __global__ void name(const __grid_constant__ Arguments arguments)
 #define BOUNDED_KERNEL(name, Arguments, threads, blocks) \
@@ -27,7 +29,7 @@ extern __shared__ __align__(16) unsigned char shared_memory[];
 #define BOUNDED_KERNEL(name, Arguments, threads, blocks) KERNEL(name, Arguments)
 #endif
 
-// The two forms of a kernel, from a template over the storage type.
+// Defines a kernel for f32 and one for bf16, from a template over the storage type.
 #define KERNELS(name, Arguments)                                     \
     KERNEL(name##_f32, Arguments) { name<f32>(arguments); }          \
     KERNEL(name##_bf16, Arguments) { name<bf16>(arguments); }
@@ -37,18 +39,18 @@ __device__ __forceinline__ u32 bits_of(f32 x) { return __float_as_uint(x); }
 __device__ __forceinline__ f32 load(const f32* from) { return *from; }
 __device__ __forceinline__ f32 load(const bf16* from) { return __uint_as_float(u32(from->bits) << 16); }
 
-// Masks and ids, as numbers: exact below 2^24.
+// Converts masks and ids to f32. Values below 2^24 are exact.
 __device__ __forceinline__ f32 load(const u8* from) { return f32(*from); }
 __device__ __forceinline__ f32 load(const u32* from) { return f32(*from); }
 
-// The nearest bf16; of two equally near ones the even one.
+// Rounds to the nearest bf16, and ties to even.
 __device__ __forceinline__ bf16 round_to_bf16(f32 x) {
     const u32 bits = bits_of(x);
     if ((bits & 0x7fffffffu) > 0x7f800000u) return bf16{u16(bits >> 16 | 0x40u)};
     return bf16{u16((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16)};
 }
 
-// Two numbers as one register of bf16, the first in the low half.
+// Rounds two values to bf16 and packs them into one register, the first in the low half.
 __device__ __forceinline__ u32 pair_of(f32 low, f32 high) {
 #ifdef ON_HOST
     return u32(round_to_bf16(low).bits) | u32(round_to_bf16(high).bits) << 16;
@@ -63,13 +65,13 @@ __device__ __forceinline__ void store(f32* to, f32 x) { *to = x; }
 __device__ __forceinline__ void store(u8* to, f32 x) { *to = u8(x); }
 __device__ __forceinline__ void store(bf16* to, f32 x) { *to = round_to_bf16(x); }
 
-// Adds to what is there, or overwrites it.
+// Adds x to the stored value if `accumulate` is true; otherwise overwrites the value.
 template <typename T>
 __device__ __forceinline__ void store_or_add(T* to, f32 x, bool accumulate) {
     store(to, accumulate ? load(to) + x : x);
 }
 
-// 16 bytes of elements, moved by one instruction.
+// 16 bytes of elements, which are moved by one instruction.
 template <typename T>
 struct alignas(16) Pack {
     static constexpr u32 SIZE = 16 / sizeof(T);

@@ -1,21 +1,22 @@
-// Copies between strides and between types. Twins: ops/contiguous.rs, ops/cat.rs, ops/narrow.rs, ops/cast.rs.
+// Copies between strides and between types. CPU counterparts: ops/contiguous.rs, ops/cat.rs, ops/narrow.rs,
+// ops/cast.rs.
 #include "rows.cuh"
 #include "strides.cuh"
 
 struct CopyArguments {
     const void* x;
     void* y;
-    // Elements, or packs of neighbours that lie side by side in both.
+    // Number of elements or, if `are_packs` is set, of packs. The elements of a pack are contiguous in both tensors.
     u64 count;
-    // Over the same extents, in packs.
+    // Strides of x and of y, with the same extents. They are in units of packs if `are_packs` is set.
     Strides at_x;
     Strides at_y;
     u32 are_packs;
-    // Whether y is added to, by kernels that convert.
+    // True if the kernel adds to y. Only kernels that convert can add.
     u32 accumulate;
 };
 
-// Elements of a pack: those of the smaller type fill 16 bytes, or 8 of u8.
+// Returns the number of elements per pack: as many elements of the smaller type as fill 16 bytes, or 8 elements of u8.
 template <typename From, typename To>
 constexpr u32 pack_of() {
     const u32 size = sizeof(From) < sizeof(To) ? sizeof(From) : sizeof(To);
@@ -40,7 +41,7 @@ __device__ __forceinline__ void convert(const CopyArguments& to) {
     else convert_some<1, From, To>(to, i);
 }
 
-// Bits are copied, NaN's too.
+// Copies elements bit by bit, so that NaNs keep their payload.
 template <typename T>
 __device__ void copy(const CopyArguments& to) {
     using Packed = Neighbours<T, pack_of<T, T>()>;
@@ -53,7 +54,7 @@ KERNELS(copy, CopyArguments)
 KERNEL(copy_u8, CopyArguments) { copy<u8>(arguments); }
 KERNEL(copy_u32, CopyArguments) { copy<u32>(arguments); }
 
-// From one type to another, or added to what is there.
+// Kernels that convert from one type to another, or add to y.
 KERNEL(to_f32_f32, CopyArguments) { convert<f32, f32>(arguments); }
 KERNEL(to_bf16_bf16, CopyArguments) { convert<bf16, bf16>(arguments); }
 KERNEL(to_f32_bf16, CopyArguments) { convert<bf16, f32>(arguments); }
@@ -69,7 +70,7 @@ struct FillArguments {
     f32 number;
 };
 
-// 16 bytes a thread.
+// Each thread fills 16 bytes.
 template <typename T>
 __device__ void fill(const FillArguments& to) {
     constexpr u32 PACK = Pack<T>::SIZE;

@@ -1,4 +1,5 @@
-// Rows of a table by ids. Twin: ops/embedding.rs. The table's gradient: embedding_grad.cu.
+// Lookup of a table's rows by ids. CPU counterpart: ops/embedding.rs. The table's gradient is in
+// embedding_grad.cu.
 #include "rows.cuh"
 
 struct EmbeddingArguments {
@@ -8,7 +9,7 @@ struct EmbeddingArguments {
     u64 width;
 };
 
-// A block copies one row.
+// Each block copies one row.
 template <typename T>
 __device__ void embedding(const EmbeddingArguments& to) {
     const T* row = (const T*)to.table + u64(to.ids[blockIdx.x]) * to.width;

@@ -1,13 +1,13 @@
-// Functions of one variable and their derivatives, as on the CPU (ops/unary.rs).
+// Unary functions and their derivatives, with the same formulas as on the CPU (ops/unary.rs).
 #pragma once
 #include "base.cuh"
 
-// Constants of GELU's tanh form: sqrt(2/pi), and the factor of the cube.
+// Constants of GELU's tanh form: sqrt(2/pi), and the coefficient of x^3.
 constexpr f32 GELU_SCALE = 0.7978845608028654f;
 constexpr f32 GELU_CUBE = 0.044715f;
 
-// 2^x by the device's own instruction, accurate to 2 units in the last place (PTX ISA, "ex2"); subnormal results become
-// zero.
+// Computes 2^x with the instruction `ex2`, which is accurate to 2 units in the last place (PTX ISA). Subnormal results
+// become zero.
 __device__ __forceinline__ f32 exp2_of(f32 x) {
 #ifdef ON_HOST
     return exp2f(x);
@@ -18,7 +18,8 @@ __device__ __forceinline__ f32 exp2_of(f32 x) {
 #endif
 }
 
-// The logarithm to base 2 by the device's own instruction, to 2⁻²² (PTX ISA, "lg2"); of what is below f32's normal numbers, minus infinity.
+// Computes the base-2 logarithm with the instruction `lg2`, which is accurate to 2⁻²² (PTX ISA). The result is minus
+// infinity for zero and for subnormal numbers.
 __device__ __forceinline__ f32 log2_of(f32 x) {
 #ifdef ON_HOST
     return log2f(x);
@@ -29,7 +30,7 @@ __device__ __forceinline__ f32 log2_of(f32 x) {
 #endif
 }
 
-// e^x by the same instruction. Its error is the instruction's and, for large x, that of a rounded product.
+// Computes e^x with exp2_of. The error is that of `ex2` and, for large x, the rounding error of the product.
 __device__ __forceinline__ f32 exp_of(f32 x) { return exp2_of(x * 1.4426950408889634f); }
 
 __device__ __forceinline__ f32 sigmoid(f32 x) { return 1.0f / (1.0f + expf(-x)); }
@@ -41,7 +42,7 @@ __device__ __forceinline__ f32 silu_derivative(f32 x) {
     return s * (1.0f + x * (1.0f - s));
 }
 
-// GELU's tanh form: x(1 + tanh u)/2 = x·sigmoid(2u).
+// GELU in its tanh form: x(1 + tanh u)/2 = x·sigmoid(2u).
 __device__ __forceinline__ f32 gelu(f32 x) { return x * sigmoid(2.0f * GELU_SCALE * x * (1.0f + GELU_CUBE * x * x)); }
 
 __device__ __forceinline__ f32 gelu_derivative(f32 x) {
@@ -57,7 +58,7 @@ __device__ __forceinline__ f32 gelu_erf_derivative(f32 x) {
     return 0.5f * (1.0f + erff(x * 0.7071067811865476f)) + x * density;
 }
 
-// Defines the functions of ops/unary.rs and their gradients, by name.
+// Defines the functions of ops/unary.rs and their gradients under their names.
 #define FUNCTION(name, value, derivative)                                  \
     __device__ __forceinline__ f32 of_##name(f32 x) { return value; }      \
     __device__ __forceinline__ f32 of_##name##_grad(f32 x, f32 dy) { return derivative; }

@@ -1,5 +1,5 @@
-// Layer and root-mean-square normalisation of rows, and their gradients. Twins: ops/layer_norm.rs, ops/rms_norm.rs,
-// ops/norm_grad.rs. Columns' sums over rows are taken in pieces of fixed size.
+// Layer and RMS normalization of rows, and their gradients. CPU counterparts: ops/layer_norm.rs,
+// ops/rms_norm.rs, ops/norm_grad.rs. Sums of columns over rows are computed in pieces of fixed size.
 #include "norm.cuh"
 
 KERNELS(layer_norm, NormArguments)
@@ -10,11 +10,11 @@ struct NormGradWeightArguments {
     const void* x;
     const f32* stats;
     const void* dy;
-    // Of dy·x̂, then of dy.
+    // The results are the sums of dy·x̂, and then those of dy.
     Fold fold;
 };
 
-// The sums of one piece of rows, for the columns of this block.
+// Sums one piece of rows, in the columns of this block.
 template <typename T>
 __device__ void norm_grad_weight(const NormGradWeightArguments& to) {
     const T *x = (const T*)to.x, *dy = (const T*)to.dy;

@@ -1,7 +1,8 @@
-// Rows normalised, and their gradient. A row belongs to some warps of a block, and stays in their registers: it is read once.
+// Normalization of rows, and its gradient. One or several warps of a block process a row. They hold the row in registers,
+// so memory is read once.
 //
-// What is on its way to a multiprocessor decides how fast these are. So nothing branches between the loads of a thread: where there
-// is no row or no column, it loads others, and leaves them.
+// The speed of these kernels depends on the number of loads in flight. So there is no branch between a thread's
+// loads. Where a row or column does not exist, the thread loads another one and ignores the values.
 #pragma once
 #include "pieces.cuh"
 
@@ -14,17 +15,17 @@ struct NormArguments {
     u64 width;
     u64 rows;
     f32 eps;
-    // Threads of a row: whole warps.
+    // Number of threads per row, a multiple of 32.
     u32 row_threads;
 };
 
-// The threads of this one's row, of those that a block has side by side.
+// Returns this thread's row and its place among the row's threads. A block processes several rows at a time.
 __device__ __forceinline__ RowThreads row_threads(const NormArguments& to) {
     const u32 rows = blockDim.x / to.row_threads, own = threadIdx.x / to.row_threads;
     return RowThreads{u64(blockIdx.x) * rows + own, threadIdx.x - own * to.row_threads, to.row_threads};
 }
 
-// Packs of a row that a thread has in registers. Of longer ones it reads the others once for each pass.
+// Number of packs of a row that a thread holds in registers. In longer rows, the other packs are read again in each pass.
 constexpr u32 NORM_CHUNKS = 4;
 
 template <typename T, bool IS_CENTRED, u32 N, u32 CHUNKS>
@@ -39,7 +40,7 @@ __device__ __forceinline__ void norm_row(const NormArguments& to) {
     Neighbours<T, N> kept[CHUNKS];
 #pragma unroll
     for (u32 k = 0; k < CHUNKS; ++k) kept[k] = neighbours<N>(x + smaller(first + k * step, width - N));
-    // Calls f(column, x there and at its neighbours) for this thread's columns.
+    // Calls f(column, x at this column and its neighbors) for each group of this thread's columns.
     const auto each = [&](auto f) {
         f32 of_x[N];
 #pragma unroll
@@ -88,13 +89,13 @@ __device__ __forceinline__ void norm_rows(const NormArguments& to) {
     else norm_row<T, IS_CENTRED, 1, NORM_CHUNKS>(to);
 }
 
-// y = (x - mean)·rstd·weight + bias, and (mean, rstd) of the row.
+// Computes y = (x - mean)·rstd·weight + bias, and stores (mean, rstd) of the row.
 template <typename T>
 __device__ void layer_norm(const NormArguments& to) {
     norm_rows<T, true>(to);
 }
 
-// y = x·rstd·weight, and (0, rstd) of the row.
+// Computes y = x·rstd·weight, and stores (0, rstd) of the row.
 template <typename T>
 __device__ void rms_norm(const NormArguments& to) {
     norm_rows<T, false>(to);
@@ -109,11 +110,11 @@ struct NormGradInputArguments {
     u64 width;
     u64 rows;
     u32 is_centred;
-    // Threads of a row: whole warps.
+    // Number of threads per row, a multiple of 32.
     u32 row_threads;
 };
 
-// What one row adds to the gradients of weight and bias.
+// Adds one row's summands to the gradients of weight and bias.
 template <u32 N>
 __device__ __forceinline__ void add_to_gradients(f32 (&weight)[N], f32 (&bias)[N], const f32 (&x)[N], const f32 (&d)[N], f32 mean,
                                                  f32 rstd) {
@@ -124,15 +125,16 @@ __device__ __forceinline__ void add_to_gradients(f32 (&weight)[N], f32 (&bias)[N
     }
 }
 
-// The rows that the warps of a share go through, and those that there are.
+// A range of `length` rows from `first` on, which some warps process. Rows from `end` on do not exist.
 struct Share {
     u64 first;
     u64 length;
     u64 end;
 };
 
-// dx = rstd·(g - mean(g) - x̂·mean(g·x̂)) with g = dy·weight, of this share's rows, ROWS at a time; with SUMS, the share's part of the
-// gradients of weight and bias as well. Each thread has CHUNKS times N columns in registers, and none beside them if there are sums.
+// Computes dx = rstd·(g - mean(g) - x̂·mean(g·x̂)) with g = dy·weight for the rows of a share, ROWS at a time. With SUMS,
+// also computes the share's part of the gradients of weight and bias. Each thread holds CHUNKS times N columns in
+// registers. With SUMS, rows must not have more columns than that.
 template <typename T, bool PACKED, u32 N, u32 CHUNKS, u32 ROWS, bool SUMS, typename Fetch, typename Put>
 __device__ __forceinline__ void norm_grad_share(const NormGradInputArguments& to, const Share& share, Fetch fetch, Put put,
                                                 f32* d_weight_to, f32* d_bias_to) {
@@ -166,7 +168,7 @@ __device__ __forceinline__ void norm_grad_share(const NormGradInputArguments& to
                 if constexpr (PACKED) fetched[r][k] = fetch(Count<N>(), row * width + smaller(column, width - N));
             }
         }
-        // Of each row the sum of g, and of g·(x - mean): where there is no column, the weight is 0.
+        // For each row, the sums of g and of g·(x - mean). The weight is 0 in columns that do not exist.
         f32 sums[2 * ROWS] = {};
         const auto add = [&](u32 r, const Some& some_x, const Some& some_dy, const Some& by) {
             f32 x[N], g[N], of_weight[N];
@@ -251,15 +253,17 @@ __device__ __forceinline__ void norm_grad_share(const NormGradInputArguments& to
     }
 }
 
-// Whether a thread may have PACK neighbours of a row at a time.
+// True if threads may process groups of PACK neighboring elements of a row.
 template <u32 PACK>
 __device__ __forceinline__ bool is_packed(const NormGradInputArguments& to, bool may_be_packed) {
     return may_be_packed && to.width % PACK == 0 && is_aligned(to.x) && is_aligned(to.dy) && is_aligned(to.weight);
 }
 
-// The gradient of rows, to put(how many, the first's index, what fetch(how many, the first's index) has loaded there with x and dy,
-// dx): neighbours together if they may be. What is put may lie over what is loaded: a thread puts an element behind its own last look
-// at it, and nobody else goes by what is there.
+// Computes the gradient of x. Calls put(count, index, fetched, dx) for each group of `count` elements from `index` on,
+// where `fetched` is the result of fetch(count, index). fetch is called together with the loads of x and dy.
+//
+// `put` may overwrite the memory that `fetch` reads. Each element is read and written by the same thread, and its last
+// read comes before the write.
 template <typename T, u32 PACK, typename Fetch, typename Put>
 __device__ void norm_grad_input_to(const NormGradInputArguments& to, bool may_be_packed, Fetch fetch, Put put) {
     const u64 first = u64(blockIdx.x) * (blockDim.x / to.row_threads) + threadIdx.x / to.row_threads;
@@ -279,8 +283,8 @@ __device__ void norm_grad_input(const NormGradInputArguments& to) {
     });
 }
 
-// The same, and the gradients of weight and bias: a block has a piece of rows, which are read once for all three. Every sum has the
-// order that the kernels for one of them have.
+// Computes the gradients of x, weight and bias. Each block processes one piece of rows, and reads its rows once for all
+// three gradients. Every sum has the same order as in the kernels that compute one of these gradients.
 template <typename T, u32 PACK, u32 CHUNKS, u32 ROWS, typename Fetch, typename Put>
 __device__ void norm_grad_to(const NormGradInputArguments& to, const Fold& fold, bool may_be_packed, Fetch fetch, Put put) {
     const Pieces& pieces = fold.pieces;
@@ -288,7 +292,7 @@ __device__ void norm_grad_to(const NormGradInputArguments& to, const Fold& fold,
     const u64 width = to.width;
     const u32 shares = u32(blockDim.x) / to.row_threads;
     const Share share = {pieces.first(piece) + own * pieces.share, pieces.share, pieces.end(piece)};
-    // [shares][results][width]
+    // Dimensions: [shares][results][width].
     f32* const of_shares = (f32*)shared_memory + 2 * ROWS * MAX_WARPS;
     f32* const d_weight = shares == 1 ? fold.part(0, piece) : of_shares + 2 * own * width;
     f32* const d_bias = shares == 1 ? fold.part(1, piece) : d_weight + width;

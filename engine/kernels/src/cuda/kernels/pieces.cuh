@@ -1,18 +1,19 @@
-// Rows cut into pieces whose sums are taken side by side, and then added up in order.
+// Rows divided into pieces, whose sums are computed in parallel and then added up in order.
 //
-// A piece has a fixed number of rows and never reaches into another sequence. So sums over several micro-batches, each of whole
-// sequences and adding to the one before, have the same bits as one over all.
+// A piece has a fixed number of rows, and all of them belong to one sequence. Therefore a sum that is accumulated over
+// several micro-batches of whole sequences has the same bits as the sum over one batch.
 #pragma once
 #include "last_block.cuh"
 #include "rows.cuh"
 
 struct Pieces {
-    // Rows of a sequence, and pieces.
+    // Number of rows per sequence.
     u64 sequence;
+    // Number of pieces per sequence.
     u64 of_sequence;
-    // Rows of a piece, but for the last of a sequence.
+    // Number of rows per piece. The last piece of a sequence may have fewer.
     u64 length;
-    // Rows of a share: those of a piece are summed share by share, and the sums in order.
+    // Number of rows per share. The rows of a share are summed first, and then the shares of a piece in order.
     u64 share;
 
     __device__ __forceinline__ u64 first(u32 piece) const {
@@ -24,11 +25,12 @@ struct Pieces {
     }
 };
 
-// Columns that a thread sums side by side.
+// Number of neighboring columns that a thread sums.
 constexpr u32 OWN_COLUMNS = 4;
 
-// Calls f(how many, the first of them) for the columns of this thread, together if they may be and rows allow it. Blocks share the
-// columns along the grid's second dimension.
+// Calls f(count, column) for groups of `count` columns from `column` on, until all columns of this thread are covered.
+// Groups have OWN_COLUMNS columns if `may_be_packed` and if the width is a multiple of that number. Otherwise they have
+// one column. Columns are distributed over the blocks along the grid's second dimension.
 template <typename F>
 __device__ __forceinline__ void own_columns(u64 width, bool may_be_packed, F f) {
     const bool is_packed = may_be_packed && width % OWN_COLUMNS == 0;
@@ -42,10 +44,10 @@ __device__ __forceinline__ void own_columns(u64 width, bool may_be_packed, F f) 
     }
 }
 
-// Rows that a thread loads before it adds the first of them.
+// Number of rows that a thread loads before it adds the first of them.
 constexpr u32 AHEAD = 8;
 
-// Adds up `count` rows in order: number i is at row(i).
+// Adds `count` rows in order. row(i) returns the address of row i.
 template <u32 N, typename Row>
 __device__ __forceinline__ void add_in_order(f32 (&sums)[N], u64 count, Row row) {
     for (u64 first = 0; first < count; first += AHEAD) {
@@ -61,33 +63,36 @@ __device__ __forceinline__ void add_in_order(f32 (&sums)[N], u64 count, Row row)
     }
 }
 
-// Pieces that are added up by themselves: neighbours in one sequence.
+// Number of pieces in a run: pieces of one sequence that follow each other, whose sums are added up first.
 constexpr u32 RUN = 16;
 
-// Where the sums of pieces go, and what becomes of them: those of a run are added up, and then the runs in order, onto what is there
-// or from the first on. Blocks have a piece each; the last one of a run that has its sums adds them up, and the last one of all adds
-// up the runs. Who that is differs, what it adds does not.
+// Adds up the sums of pieces: first those of each run, and then the runs in order. The result overwrites the output or is
+// added to it.
+//
+// Each block sums one piece. The last block of a run to finish adds up the run. The last of these blocks to finish
+// adds up all runs. Which block is last may differ between executions, but the order of additions does not.
 struct Fold {
-    // [results][pieces][width]
+    // Dimensions: [results][pieces][width].
     f32* parts;
-    // For each block of columns one for every run, and one for all of them.
+    // For each block of columns, one ticket per run and one ticket for all runs.
     u32* tickets;
-    // One result, or two.
+    // The outputs of one or two results.
     void* out[2];
     u64 width;
     u64 sequences;
     Pieces pieces;
     u32 results;
-    // Of each result a bit: whether it is added to, and whether it is f32, rather than of the type that was summed.
+    // A bit per result: 1 if the result is added to the output.
     u32 accumulate;
+    // A bit per result: 1 if the output is f32, 0 if it has the type of the summed rows.
     u32 is_f32;
 
     __device__ __forceinline__ f32* part(u32 result, u64 piece) const {
         return parts + (result * sequences * pieces.of_sequence + piece) * width;
     }
 
-    // What a block does when it has stored the sums of its piece. `own` calls a function with (how many, the first of them) for the
-    // columns of a thread, as it did when they were stored.
+    // Must be called by each block after it has stored the sums of its piece. `own(f)` must call f(count, column) for the
+    // same groups of columns as when the sums were stored.
     template <typename T, typename Own>
     __device__ __forceinline__ void finish(u32 piece, u64 columns, Own own) const {
         const u32 of_sequence = u32(pieces.of_sequence), runs_of_sequence = (of_sequence + RUN - 1) / RUN;

@@ -1,4 +1,5 @@
-// Sums over dimensions and over everything. Twins: ops/sum.rs, ops/scaled_sum.rs. The order is the shape's, whoever adds.
+// Sums over dimensions, and over all elements. CPU counterparts: ops/sum.rs, ops/scaled_sum.rs. The order of
+// additions depends on the shape only.
 #include "pieces.cuh"
 #include "reduce.cuh"
 #include "strides.cuh"
@@ -8,7 +9,7 @@ struct ColumnSumsArguments {
     Fold fold;
 };
 
-// The sums of one piece of rows, for the columns of this block.
+// Sums one piece of rows, in the columns of this block.
 template <typename T>
 __device__ void column_sums(const ColumnSumsArguments& to) {
     const T* x = (const T*)to.x;
@@ -28,15 +29,16 @@ KERNELS(column_sums, ColumnSumsArguments)
 struct SumArguments {
     const void* x;
     void* out;
-    // Elements of the output, and of x that are summed into each.
+    // Number of elements of the output.
     u64 outputs;
+    // Number of elements of x that are summed into each element of the output.
     u64 summed;
     Strides kept;
     Strides reduced;
     u32 accumulate;
 };
 
-// A warp sums into one element of the output.
+// Each warp computes one element of the output.
 template <typename T, typename S = T>
 __device__ void sum(const SumArguments& to) {
     const u64 output = global_thread() / 32;
@@ -56,13 +58,14 @@ struct ScaledSumArguments {
     u32* ticket;
     void* out;
     u64 count;
-    // Elements of a part.
+    // Number of elements per part.
     u64 length;
     f64 scale;
     u32 accumulate;
 };
 
-// scale · the sum of one part, in f64 and rounded; the last block adds up the parts in order.
+// Each block sums a part in f64, multiplies the sum by `scale` and rounds it to f32. The last block to finish adds up the
+// parts in order.
 template <typename T>
 __device__ void scaled_sum(const ScaledSumArguments& to) {
     f64* sums = (f64*)shared_memory;

@@ -1,8 +1,8 @@
-// Rows that a block goes through, neighbours together where they can be moved so.
+// Loops of a block over the elements of a row. Neighboring elements are moved together where addresses are aligned.
 #pragma once
 #include "reduce.cuh"
 
-// Elements that lie side by side, moved 16 bytes at a time if they are that many.
+// Neighboring elements of a row. They are moved 16 bytes at a time if they have that many bytes.
 template <typename T, u32 N>
 struct alignas(N * sizeof(T) < 16 ? N * sizeof(T) : 16) Neighbours {
     T at[N];
@@ -11,7 +11,7 @@ struct alignas(N * sizeof(T) < 16 ? N * sizeof(T) : 16) Neighbours {
     __device__ __forceinline__ void set(u32 j, T x) { at[j] = x; }
 };
 
-// In pairs: a compiler has a register for each element by itself.
+// Holds bf16 elements in pairs, because a compiler would use a whole register for each single element.
 template <u32 N>
 struct alignas(2 * N < 16 ? 2 * N : 16) Neighbours<bf16, N> {
     static_assert(N % 2 == 0, "pairs, or one alone");
@@ -20,7 +20,7 @@ struct alignas(2 * N < 16 ? 2 * N : 16) Neighbours<bf16, N> {
     __device__ __forceinline__ f32 operator[](u32 j) const {
         return __uint_as_float(j % 2 == 0 ? pairs[j / 2] << 16 : pairs[j / 2] & 0xffff0000u);
     }
-    // Of zeros.
+    // Sets element j, which must be zero before.
     __device__ __forceinline__ void set(u32 j, bf16 x) { pairs[j / 2] |= u32(x.bits) << (j % 2 * 16); }
 };
 
@@ -37,8 +37,8 @@ __device__ __forceinline__ Neighbours<T, N> neighbours(const T* from) {
     return *reinterpret_cast<const Neighbours<T, N>*>(from);
 }
 
-// N neighbours of a row, or zeros behind its end: one after another, or together. Then nothing branches, and behind the end are the
-// last ones again.
+// Loads N neighbors of a row. If PACKED, they are loaded together and without a branch; a group past the end of the row
+// gives the row's last N elements. Otherwise elements are loaded one by one, and elements past the end are zeros.
 template <bool PACKED, u32 N, typename T>
 __device__ __forceinline__ Neighbours<T, N> neighbours_in(const T* row, u64 column, u64 width) {
     if constexpr (PACKED) return neighbours<N>(row + smaller(column, width - N));
@@ -61,7 +61,8 @@ __device__ __forceinline__ void load_neighbours(f32 (&to)[N], const T* from) {
     unpack(to, neighbours<N>(from));
 }
 
-// Stores words that lie side by side in global memory, together if they are 8 or 16 bytes or more: a compiler stores some one by one.
+// Stores neighboring words in global memory. 8 or 16 bytes are stored by one instruction, because a compiler might store
+// them one by one.
 template <u32 WORDS>
 __device__ __forceinline__ void store_words(void* to, const u32 (&words)[WORDS]) {
 #ifdef ON_HOST
@@ -111,7 +112,7 @@ __device__ __forceinline__ void store_neighbours(bf16* to, const f32 (&from)[N])
     }
 }
 
-// Has a compiler unpack them anew: packed, they take half the registers until then.
+// Prevents a compiler from keeping the unpacked elements in registers. Packed elements take half as many registers.
 template <typename T, u32 N>
 __device__ __forceinline__ void stay_packed(Neighbours<T, N>& all) {
 #ifndef ON_HOST
@@ -122,20 +123,22 @@ __device__ __forceinline__ void stay_packed(Neighbours<T, N>& all) {
 #endif
 }
 
-// A number that is known when a kernel is compiled.
+// A compile-time constant, passed as an argument.
 template <u32 N>
 struct Count {
     static constexpr u32 VALUE = N;
 };
 
-// Threads that share a row out: all of a block, or some of its warps beside others with another row.
+// The threads that process one row: all threads of a block, or some of its warps.
 struct RowThreads {
     u64 row;
-    // Which of them this one is.
+    // The index of this thread among the row's threads.
     u32 thread;
+    // Number of the row's threads.
     u32 threads;
 
-    // The first columns of this thread if each has N at a time, and from there to its next ones.
+    // Returns the first column of this thread if each thread processes N neighboring columns at a time. `step` returns
+    // the distance to the thread's next group.
     template <u32 N>
     __device__ __forceinline__ u64 first() const {
         return u64(thread) * N;
@@ -146,8 +149,10 @@ struct RowThreads {
     }
 };
 
-// Calls f(how many, the first of them) for this thread's elements of a row: N at a time if the row is packed, that is, begins at an
-// address that is aligned; what is left at its end, and others, one by one. Every call shares the elements out alike.
+// Calls f(count, column) for groups of `count` elements from `column` on, until this thread's elements of a row are
+// covered. A row is packed if it starts at an aligned address. Then groups have N elements, and the remaining elements
+// at the row's end come one by one. In other rows, all elements come one by one. Calls with the same `width` and
+// `is_packed` assign the same elements to a thread.
 template <u32 N, typename F>
 __device__ __forceinline__ void each_of_row(const RowThreads& own, u64 width, bool is_packed, F f) {
     const u64 packed = is_packed ? width / N * N : 0;
@@ -155,13 +160,13 @@ __device__ __forceinline__ void each_of_row(const RowThreads& own, u64 width, bo
     for (u64 i = packed + own.first<1>(); i < width; i += own.step<1>()) f(Count<1>(), i);
 }
 
-// The same of a row that all threads of the block have.
+// As above, for a row that all threads of the block process.
 template <u32 N, typename F>
 __device__ __forceinline__ void each_of_row(u64 width, bool is_packed, F f) {
     each_of_row<N>(RowThreads{blockIdx.x, threadIdx.x, blockDim.x}, width, is_packed, f);
 }
 
-// Whether all rows of so many elements are packed.
+// True if every row in a tensor of rows `pitch` elements apart starts at an aligned address.
 template <typename T>
 __device__ __forceinline__ bool are_packed(const T* rows, u64 pitch) {
     return is_aligned(rows) && pitch % Pack<T>::SIZE == 0;

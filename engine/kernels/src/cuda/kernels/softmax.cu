@@ -1,32 +1,35 @@
-// Softmax of rows, its normaliser, and losses by it, with their gradients. Twins: ops/softmax.rs, ops/experts/log_sum_exp.rs,
-// ops/cross_entropy.rs, ops/linear_cross_entropy.rs. A block has one row. An output may lie over an input of its shape: a thread
-// overwrites what it alone reads.
+// Softmax of rows, its normalizer, losses that use it, and their gradients. CPU counterparts: ops/softmax.rs,
+// ops/experts/log_sum_exp.rs, ops/cross_entropy.rs, ops/linear_cross_entropy.rs. Each block processes one row. An output
+// may share memory with an input of the same shape, because each element is read and overwritten by the same thread.
 #include "copy_async.cuh"
 #include "math.cuh"
 #include "rows.cuh"
 #include "strides.cuh"
 
-// A row that a block goes through several times.
+// A row that a block processes in several passes.
 template <typename T>
 struct Row {
     static constexpr u32 PACK = Pack<T>::SIZE;
     const T* x;
     u64 width;
-    // Whether it begins at an address that is aligned.
+    // True if the row starts at an aligned address.
     bool is_packed;
-    // So many of its first elements, in packs, are in shared memory behind what a fold needs.
+    // Number of elements at the start of the row that are kept in shared memory, after the scratch of reductions. It is a
+    // multiple of the pack size.
     u64 kept = 0;
 
     __device__ __forceinline__ static T* in_shared() { return (T*)(shared_memory + sizeof(f32) * MAX_WARPS); }
 
-    // Has all that is kept on its way at once. Each thread waits for what it goes through itself.
+    // Copies the kept elements to shared memory. All copies are started at once. Each thread waits only for the elements
+    // that it processes itself.
     __device__ __forceinline__ void keep() const {
         for (u64 i = u64(threadIdx.x) * PACK; i < kept; i += u64(blockDim.x) * PACK) copy_async(in_shared() + i, x + i, 16);
         close_copies();
         wait_for_copies<0>();
     }
 
-    // Calls f(the first one's place, elements) for this thread's elements.
+    // Calls f(index, elements) for each group of this thread's elements, where `index` is that of the group's first
+    // element.
     template <typename F>
     __device__ __forceinline__ void each(F f) const {
         each_of_row<PACK>(width, is_packed, [&](auto count, u64 i) {
@@ -37,7 +40,7 @@ struct Row {
         });
     }
 
-    // Stores what f(the first one's place, elements) has made of them.
+    // Like `each`, and stores the elements in y after f has changed them.
     template <typename F>
     __device__ __forceinline__ void map(T* y, F f) const {
         each([&](u64 i, auto& all) {
@@ -47,10 +50,10 @@ struct Row {
     }
 };
 
-// The greatest of a row, and the sum of exp(x - max), in one pass.
+// Returns the sum of exp(x - max) over a row, and stores the row's maximum in `max`, in one pass.
 template <typename T>
 __device__ __forceinline__ f32 sum_of_exponentials(const Row<T>& row, f32& max, f32* scratch) {
-    // What has been seen of minus infinity alone has no greatest to take off.
+    // If all elements so far are minus infinity, nothing is subtracted, because the difference would be NaN.
     const auto base_of = [](f32 greatest) { return greatest == minus_infinity() ? 0.0f : greatest; };
     f32 own = minus_infinity(), sum = 0.0f;
     row.each([&](u64, const auto& all) {
@@ -71,7 +74,7 @@ struct SoftmaxArguments {
     u64 width;
 };
 
-// Row number `blockIdx.x` of tensors without gaps.
+// Returns row number `blockIdx.x` of a contiguous tensor.
 template <typename T>
 __device__ __forceinline__ Row<T> row_of(const void* x, u64 width) {
     return {(const T*)x + blockIdx.x * width, width, are_packed((const T*)x, width)};
@@ -104,7 +107,7 @@ struct SoftmaxGradArguments {
     u64 width;
 };
 
-// dx = y·(dy - sum(y·dy)).
+// Computes dx = y·(dy - sum(y·dy)).
 template <typename T>
 __device__ void softmax_grad(const SoftmaxGradArguments& to) {
     const u64 row = blockIdx.x * to.width;
@@ -131,14 +134,14 @@ __device__ void softmax_grad(const SoftmaxGradArguments& to) {
 }
 KERNELS(softmax_grad, SoftmaxGradArguments)
 
-// What a loss counts: of the target's own logit, of every logit, and of the square of the log-sum-exp (src/loss.rs).
+// The factors in a loss: of the target's logit, of every logit, and of the squared log-sum-exp (src/loss.rs).
 struct LossTerms {
     f32 keep;
     f32 spread;
     f32 z;
 };
 
-// The loss of a row of logits with its log-sum-exp, in the first thread.
+// Returns the loss of a row of logits with the log-sum-exp `lse`. All threads of the block must call this together.
 template <typename T>
 __device__ __forceinline__ f32 loss_of(const LossTerms& terms, const Row<T>& logits, f32 lse, u64 target, f32* scratch) {
     f32 all = 0.0f;
@@ -151,7 +154,8 @@ __device__ __forceinline__ f32 loss_of(const LossTerms& terms, const Row<T>& log
     return lse - terms.keep * load(logits.x + target) - terms.spread * all + terms.z * lse * lse;
 }
 
-// Turns some logits, of which the first is number i, into exp(x - base)·scale - spread, and takes `keep` off the target's.
+// Replaces a group of logits, whose first index is i, by exp(x - base)·scale - spread. Then subtracts `keep` from the
+// target's element.
 template <u32 N>
 __device__ __forceinline__ void differentiate(f32 (&all)[N], u64 i, f32 base, f32 scale, const LossTerms& terms, u64 target) {
 #pragma unroll
@@ -195,7 +199,7 @@ struct CrossEntropyGradArguments {
     LossTerms terms;
 };
 
-// d_logits, without further terms (softmax - one-hot)·d_loss.
+// Computes d_logits. Without further loss terms it is (softmax - one-hot)·d_loss.
 template <typename T>
 __device__ void cross_entropy_grad(const CrossEntropyGradArguments& to) {
     const u64 row = blockIdx.x;
@@ -215,33 +219,36 @@ struct HeadArguments {
     void* logits;
     const u32* targets;
     f32* losses;
-    // Losses without what else is counted, or none.
+    // The losses without the further loss terms; null if they are not stored.
     f32* likelihoods;
-    // None if the gradient of every loss is `d_loss`, times its weight.
+    // The gradients of the losses. If this is null, the gradient of every loss is `d_loss` times the row's weight.
     const f32* d_losses;
-    // What losses are multiplied by, or none.
+    // The weights of the losses; null if all are 1.
     const f32* weights;
     u64 width;
-    // Elements from one row of logits to the next.
+    // Distance from one row of logits to the next, in elements.
     u64 pitch;
-    // The first of these rows among those of d_losses.
+    // The index in `d_losses` that belongs to the chunk's first row.
     u64 first_row;
-    // The logits of the vocabulary's last entries, REST to a row, if these lie apart; and the first of them.
+    // The address of the logits of the vocabulary's last entries, with REST logits per row. It is null if these logits
+    // are stored with the others.
     void* rest;
+    // The index of the first of the vocabulary's last entries.
     u64 entries;
     Strides at_d_losses;
     f32 d_loss;
     u32 has_gradient;
-    // Above 0, a logit x counts as cap·tanh(x/cap).
+    // If above 0, each logit x is replaced by cap·tanh(x/cap).
     f32 cap;
     LossTerms terms;
-    // Elements of a row, in packs, that are read once and kept.
+    // Number of elements at the start of a row that are kept in shared memory, a multiple of the pack size.
     u64 kept;
 };
 
 constexpr u64 REST = 8;
 
-// One chunk of the head of a language model: the losses of its rows, and over the logits, if asked for, their gradient.
+// Processes one chunk of a language model's head. Computes the losses of its rows and, with `has_gradient`, replaces the
+// logits by their gradient.
 template <typename T>
 __device__ void head(const HeadArguments& to) {
     const u64 row = blockIdx.x;
@@ -253,7 +260,7 @@ __device__ void head(const HeadArguments& to) {
     const u64 rest_column = to.entries + threadIdx.x;
     if (rest) {
         if (rest_column < to.width) at[rest_column] = rest[threadIdx.x];
-        __syncthreads(); // The row is whole.
+        __syncthreads(); // The row is complete.
     }
     if (to.kept > 0) logits.keep();
     if (cap > 0.0f) {

@@ -1,46 +1,52 @@
-// Products of a warpgroup, four warps whose first has a number that is a multiple of four: wgmma.mma_async (PTX ISA, "Asynchronous
-// warpgroup level matrix multiply-accumulate operation"), for compute capability 9.0 alone.
+// Matrix products of warpgroups: wgmma.mma_async (PTX ISA, "Asynchronous warpgroup level matrix multiply-accumulate
+// operation"). Only compute capability 9.0 has them. A warpgroup consists of four consecutive warps; the index of its
+// first warp is a multiple of four.
 //
-// A product is started and goes on by itself: its sums, and the registers of its left factor, belong to it until it has been waited for;
-// factors in shared memory must not change until then. Warp w of the warpgroup has rows 16w to 16w + 15 of the 64, and each lane of it
-// has of these what it has of a result of mma.sync (tensor_cores.cuh).
+// A product is started and runs asynchronously. Until the warpgroup has waited for the product,
+// - no other instruction may use the registers of its sums and of its left factor, and
+// - its factors in shared memory must not change.
+//
+// A product has 64 rows. Warp w of the warpgroup holds rows 16w to 16w + 15. Within these rows, each lane holds the same
+// elements as in a result of mma.sync (tensor_cores.cuh).
 #pragma once
 #include "tensor_cores.cuh"
 
 constexpr u32 WARPGROUP_THREADS = 128;
-// Rows of a product of a warpgroup.
+// Number of rows of a product.
 constexpr u32 WARPGROUP_ROWS = 64;
 
-// A compiler has to know that it is the same for all lanes of a warp: products in paths that may diverge are waited for at once.
+// Returns the index of this thread's warpgroup. The shuffle proves to the compiler that all lanes of a warp have the same
+// index. Without this proof, paths count as divergent, and the compiler waits for each product at once.
 __device__ __forceinline__ u32 warpgroup_of() { return __shfl_sync(ALL_LANES, threadIdx.x / WARPGROUP_THREADS, 0); }
 
 #ifndef ON_HOST
 __device__ __forceinline__ u32 shared_address(const void* at) { return u32(__cvta_generic_to_shared(at)); }
 
-// Orders what was written to shared memory before products that are started behind the next barrier.
+// Makes earlier writes to shared memory visible to products that are started after the next barrier.
 __device__ __forceinline__ void fence_shared_memory() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Orders what was done with registers before products that use them.
+// Orders earlier accesses to registers before products that use the registers.
 __device__ __forceinline__ void fence_registers() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
-// What was started since the last call is one group.
+// Combines the products started since the last call into one group.
 __device__ __forceinline__ void close_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-// Has a compiler do before this what makes these numbers, and behind it what is made of them.
+// Prevents the compiler from moving computations across this point: x is computed before, and is used only afterwards.
 template <u32 N>
 __device__ __forceinline__ void keep_order(f32 (&x)[N][4]) {
 #pragma unroll
     for (u32 n = 0; n < N; ++n) asm volatile("" : "+f"(x[n][0]), "+f"(x[n][1]), "+f"(x[n][2]), "+f"(x[n][3])::"memory");
 }
 
-// Waits for all groups but the last ones; the sums named are complete then.
+// Waits until at most the last BUT groups are still running. The given sums must belong to finished groups; they may be
+// used afterwards.
 template <u32 BUT, typename... Sums>
 __device__ __forceinline__ void wait_for_products(Sums&... sums) {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(BUT) : "memory");
     (keep_order(sums), ...);
 }
 
-// Names of so many registers, the first operands.
+// The assembler's names of the first 32, 64 and 128 operands.
 #define NAMES_32 \
     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
     "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
@@ -58,7 +64,8 @@ __device__ __forceinline__ void wait_for_products(Sums&... sums) {
 #define SUMS_64(n) SUMS_32(n), SUMS_32(n + 8)
 #define SUMS_128(n) SUMS_64(n), SUMS_64(n + 16)
 
-// The two forms for COLUMNS columns. R0 and so on are the numbers of the operands behind the sums.
+// Defines start_product for COLUMNS columns, with the left factor in shared memory or in registers. R0 to R6 are the
+// numbers of the operands that follow the sums.
 #define PRODUCTS(COLUMNS, NAMES, SUMS, R0, R1, R2, R3, R4, R5, R6)                                                           \
     template <bool ARE_COLUMNS>                                                                                             \
     __device__ __forceinline__ void start_product(f32 (&d)[COLUMNS / 8][4], u64 a, u64 b, bool adds) {                      \
@@ -79,8 +86,10 @@ __device__ __forceinline__ void wait_for_products(Sums&... sums) {
                      : "memory");                                                                                           \
     }
 
-// d = a·b, or onto d. a is in shared memory, where rows have neighbours along k (64 × 16), or in registers as an operand of mma.sync is; b is in
-// shared memory, where its columns have neighbours along k, or, if ARE_COLUMNS, its rows (16 × COLUMNS).
+// Starts the product d = a·b or, if `adds`, d += a·b.
+// - a has 64 × 16 elements. It is in shared memory, with neighbors along k, or in registers, with the layout of a left
+//   factor of mma.sync.
+// - b has 16 × COLUMNS elements. It is in shared memory, with neighbors along k or, if ARE_COLUMNS, along the columns.
 PRODUCTS(64, NAMES_32, SUMS_32(0), "32", "33", "34", "35", "36", "37", "38")
 PRODUCTS(128, NAMES_64, SUMS_64(0), "64", "65", "66", "67", "68", "69", "70")
 PRODUCTS(256, NAMES_128, SUMS_128(0), "128", "129", "130", "131", "132", "133", "134")
@@ -104,13 +113,15 @@ static void start_product(f32 (&d)[N][4], const u32 (&a)[4], u64 b, bool adds) {
 }
 #endif
 
-// ROWS rows of SIZE elements in shared memory, in blocks of 64 columns: 128 bytes of a row, eight rows one after another, whose packs
-// of 16 bytes have changed places (the 128-byte swizzle of PTX ISA, "Shared memory matrix layout": bits 4 to 6 of an address are
-// combined with bits 7 to 9). So rows and columns alike are read from all banks. It begins at a multiple of 1024 bytes.
+// A tile of ROWS rows of SIZE elements in shared memory. It must start at a multiple of 1024 bytes.
+//
+// The tile consists of blocks of 64 columns, so a row has 128 bytes in each block. The packs of 16 bytes are permuted
+// within groups of eight rows by the 128-byte swizzle (PTX ISA, "Shared memory matrix layout"): bits 4 to 6 of an address
+// are xored with bits 7 to 9. As a result, reads of rows and reads of columns both use all banks.
 template <u32 SIZE, u32 ROWS>
 struct SwizzledTile {
     static constexpr u32 BYTES = SIZE * ROWS * u32(sizeof(bf16));
-    // Bytes of a row in a block, and of eight of them.
+    // Bytes per row of a block, and per eight rows of a block.
     static constexpr u32 PITCH = 128, EIGHT_ROWS = 8 * PITCH, BLOCK = ROWS * PITCH;
     unsigned char* bytes;
 
@@ -119,11 +130,11 @@ struct SwizzledTile {
         return (bf16*)(bytes + column / 64 * BLOCK + row * PITCH + pack * 16) + column % 8;
     }
 
-    // Starts to load COUNT rows with all THREADS of the block; all of them begin with a pack. `count` of them are there, and of these
-    // `size` elements; the others are zeros.
+    // Starts to load COUNT rows, with all THREADS of the block. All rows must start at aligned addresses. Only `count`
+    // rows of `size` elements exist in memory. The rest is filled with zeros.
     template <u32 COUNT, u32 THREADS>
     __device__ __forceinline__ void start(const bf16* from, u64 stride, u32 count, u32 size) const {
-        // A thread copies the same columns of every so many rows.
+        // Each thread copies the same columns in every STEP-th row.
         constexpr u32 PACK = Pack<bf16>::SIZE, ACROSS = SIZE / PACK, STEP = THREADS / ACROSS;
         static_assert(THREADS % ACROSS == 0 && COUNT % STEP == 0, "every thread has as many packs");
         const u32 row = threadIdx.x / ACROSS, column = threadIdx.x % ACROSS * PACK;
@@ -131,31 +142,33 @@ struct SwizzledTile {
         const bf16* const pack = from + row * stride + column;
 #pragma unroll
         for (u32 first = 0; first < COUNT; first += STEP) {
-            // Of a pack that is not there no byte is read.
+            // For a pack that does not exist, no byte is read.
             copy_async(at(first + row, column), pack + first * stride, first + row < count ? there : 0);
         }
     }
 
-    // What lies `count` tiles behind.
+    // Returns the tile that is `count` tiles after this one.
     __device__ __forceinline__ SwizzledTile behind(u32 count) const { return {bytes + count * BYTES}; }
 
-    // For a factor whose rows (a) or columns (b) are rows here, from `row` on, and whose k begins at `column`.
+    // Returns the descriptor of a factor whose neighbors are along k: a left factor whose rows are rows of the tile, or a
+    // right factor whose columns are rows of the tile. `row` is the first of these rows, and `column` is where k starts.
     __device__ __forceinline__ u64 of_rows(u32 row, u32 column) const {
         return describe(row * PITCH + column / 64 * BLOCK + column % 64 * u32(sizeof(bf16)), 16);
     }
 
-    // For a right factor whose rows, along k, are rows here, from `row` on.
+    // Returns the descriptor of a right factor whose rows, along k, are rows of the tile from `row` on.
     __device__ __forceinline__ u64 of_columns(u32 row) const { return describe(row * PITCH, BLOCK); }
 
-    // A matrix descriptor: addresses and distances in 16 bytes. Between groups of eight rows lie EIGHT_ROWS bytes; the leading distance
-    // is that between blocks, which factors have that are of columns.
+    // Returns a matrix descriptor, with addresses and distances in units of 16 bytes. The distance between groups of
+    // eight rows is EIGHT_ROWS bytes. The leading distance is that between blocks, which only matters for factors from
+    // of_columns.
     __device__ __forceinline__ u64 describe(u32 offset, u32 leading) const {
         const u32 start = shared_address(bytes) / 16 + offset / 16;
         return u64(1u << 30 | EIGHT_ROWS / 16) << 32 | (start + (leading / 16 << 16));
     }
 };
 
-// The first address of shared memory where a swizzled tile may begin.
+// Returns the first address in shared memory at which a swizzled tile may start.
 __device__ __forceinline__ unsigned char* swizzled_memory() {
     return shared_memory + (0u - shared_address(shared_memory)) % 1024;
 }

@@ -8,25 +8,25 @@ use super::{BLOCK, FOLD_BYTES, Kernel, Launch, Operand, Operands, blocks, launch
 use crate::Spec;
 use crate::cuda::Family::AdamW;
 
-/// Most tensors of a launch of updates: `MAX_UPDATED` of adamw.cu.
+/// Most tensors that one launch updates: `MAX_UPDATED` of adamw.cu.
 const MAX_UPDATED: usize = 60;
 
-/// Most tensors of a launch of norms: `MAX_TENSORS` of adamw.cu.
+/// Most tensors whose norms one launch computes: `MAX_TENSORS` of adamw.cu.
 const MAX_TENSORS: usize = 160;
 
-/// Elements of a block: `ADAMW_LENGTH` of adamw.cu.
+/// Elements that a block updates: `ADAMW_LENGTH` of adamw.cu.
 const ADAMW_LENGTH: u64 = 2048;
 
-/// Elements of a block: `NORM_LENGTH` of adamw.cu.
+/// Elements whose squares a block adds up: `NORM_LENGTH` of adamw.cu.
 const NORM_LENGTH: u64 = 16384;
 
-/// A parameter with all that its update reads and writes: addresses on the device.
+/// A parameter, and everything that its update reads and writes, as device addresses.
 #[derive(Debug, Clone, Copy, Default)]
 #[repr(C)]
 pub struct AdamWTensor {
     /// The parameter.
     pub parameter: u64,
-    /// The parameter in f32, where it is stored in less; else 0.
+    /// The f32 master copy of a parameter that is stored in bf16. It is 0 for a parameter stored in f32.
     pub master: u64,
     /// The gradient.
     pub gradient: u64,
@@ -34,25 +34,25 @@ pub struct AdamWTensor {
     pub m: u64,
     /// The second moment, f32.
     pub v: u64,
-    /// Elements.
+    /// Number of elements.
     pub count: u64,
-    /// Filled in when it is launched.
+    /// The index of the tensor's first block in the launch. It is set when the launch is built.
     pub first_block: u64,
-    /// Weight decay.
+    /// The weight decay.
     pub decay: f32,
 }
 
-/// The rule of an update.
+/// The settings of an update.
 #[derive(Debug, Clone, Copy, PartialEq)]
 #[repr(C)]
 pub struct AdamWRule {
-    /// The global norm to which larger gradients are scaled.
+    /// The largest global norm of the gradients. Gradients with a larger norm are scaled down to it.
     pub max_norm: f32,
     /// Decay of the first moment.
     pub beta1: f32,
     /// Decay of the second moment.
     pub beta2: f32,
-    /// Added to the root of the second moment.
+    /// Added to the square root of the second moment.
     pub eps: f32,
 }
 
@@ -105,8 +105,9 @@ struct GlobalNormArguments {
     count: u64,
 }
 
-/// (parameter, m, v) from (parameter, gradient, m, v, norm, scalars), with an f32 master behind both where the parameter is
-/// stored in less. Norm and scalars are read when the kernel runs.
+/// Returns the launch that computes the outputs (parameter, m, v) from the inputs (parameter, gradient, m, v, norm,
+/// scalars). A parameter that is stored in bf16 has an f32 master as an additional last input and output. Norm and
+/// scalars are read when the kernel runs. Returns `None` if the operands do not match this description.
 pub fn adamw(rule: AdamWRule, decay: f64, operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let [parameter, gradient, m, v, norm, scalars, master @ ..] = operands.inputs else { return None };
     if m.dtype != DType::F32 || (parameter.dtype == DType::F32) != master.is_empty() {
@@ -132,7 +133,7 @@ pub fn adamw(rule: AdamWRule, decay: f64, operands: &Operands<'_>) -> Option<Vec
     launches([update.of(&[tensor])])
 }
 
-/// The average of a parameter after a step, in f32, from (average, parameter, norm).
+/// Returns the launch that computes the new weight average, in f32, from (average, parameter, norm).
 pub fn weight_average(decay: f64, operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let [average, parameter, norm] = operands.inputs else { return None };
     let arguments = AverageArguments {
@@ -145,7 +146,7 @@ pub fn weight_average(decay: f64, operands: &Operands<'_>) -> Option<Vec<Launch>
     launches([Kernel::flat(AdamW, typed("weight_average", parameter.dtype)?, average.count(), arguments)])
 }
 
-/// What all tensors of a launch have in common.
+/// Everything that the tensors of one launch share.
 #[derive(Debug, Clone, PartialEq)]
 struct Updates {
     name: String,
@@ -156,7 +157,8 @@ struct Updates {
 }
 
 impl Updates {
-    /// What a launch updates, if it is one of [`adamw`].
+    /// Returns the shared settings of a launch and the tensors that it updates. Returns `None` if [`adamw`] did not
+    /// create the launch.
     fn read(launch: &Launch) -> Option<(Self, &[AdamWTensor])> {
         let Launch::Kernel(Kernel { name, arguments, .. }) = launch else { return None };
         let arguments = (arguments.as_ref() as &dyn Any).downcast_ref::<AdamWArguments>()?;
@@ -185,8 +187,9 @@ impl Updates {
     }
 }
 
-/// The same, each with the instruction that it is for, with updates of neighbours in common launches, as many as fit: one
-/// parameter has nothing to do with another.
+/// Combines the updates of consecutive launches into as few launches as possible. Each launch is given with the index
+/// of its instruction. This does not change results, because the update of a parameter does not depend on other
+/// parameters.
 pub fn together(launches: Vec<(usize, Launch)>) -> Vec<(usize, Launch)> {
     let mut all = Vec::with_capacity(launches.len());
     let mut pending: Option<(usize, Updates, Vec<AdamWTensor>)> = None;
@@ -215,12 +218,14 @@ pub fn together(launches: Vec<(usize, Launch)>) -> Vec<(usize, Launch)> {
     all
 }
 
-/// Blocks that square so many elements: one at least, which says that nothing is 0.
+/// Returns the number of blocks that add up the squares of this many elements. It is at least 1, because the sum of
+/// an empty tensor, 0, must also be stored.
 fn norm_blocks(count: u64) -> u64 {
     count.div_ceil(NORM_LENGTH).max(1)
 }
 
-/// Tensors in a launch's arguments, how many there are, and the blocks that go through them.
+/// Returns the tensors as a table for a launch's arguments, the number of tensors, and the number of blocks that
+/// process them.
 fn table(tensors: &[Operand]) -> ([NormTensor; MAX_TENSORS], u64, u64) {
     let (mut table, mut first_block) = ([NormTensor::default(); MAX_TENSORS], 0);
     for (to, tensor) in table.iter_mut().zip(tensors) {
@@ -231,13 +236,13 @@ fn table(tensors: &[Operand]) -> ([NormTensor; MAX_TENSORS], u64, u64) {
     (table, tensors.len() as u64, first_block)
 }
 
-/// Bytes of a number for each block that [`squared_norms`] starts at once.
+/// Returns the size of the workspace for [`squared_norms`]: one f32 for each block of its largest launch.
 pub fn squared_norms_workspace(elements: impl Iterator<Item = usize>) -> Vec<u64> {
     let blocks: Vec<u64> = elements.map(|count| norm_blocks(count as u64)).collect();
     vec![blocks.chunks(MAX_TENSORS).map(|blocks| 4 * blocks.iter().sum::<u64>()).max().unwrap_or(0)]
 }
 
-/// Σ x² of each input, as f64.
+/// Returns the launches that compute Σ x² of each input, as an f64.
 pub fn squared_norms(operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let ([first, ..], [out], &[parts]) = (operands.inputs, operands.outputs, operands.workspace) else { return None };
     let name = typed("squared_norms", first.dtype)?;
@@ -258,13 +263,14 @@ pub fn squared_norms(operands: &Operands<'_>) -> Option<Vec<Launch>> {
     Some(kernels.collect())
 }
 
-/// Bytes of all numbers in order; and of all of them side by side, where a launch does not take as many tensors.
+/// Returns the sizes of the workspace for [`global_norm`]. The first piece holds the sorted values. If there are more
+/// tensors than one launch takes, a second piece holds the concatenated values.
 pub fn global_norm_workspace(inputs: &[Spec]) -> Vec<u64> {
     let bytes = inputs.iter().map(Spec::bytes).sum();
     if inputs.len() > MAX_TENSORS { vec![bytes; 2] } else { vec![bytes] }
 }
 
-/// √(Σ x) over all elements of all f64 inputs.
+/// Returns the launches that compute √(Σ x) over all elements of all inputs, which are f64.
 pub fn global_norm(operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let ([out], [sorted, side_by_side @ ..]) = (operands.outputs, operands.workspace) else { return None };
     let count = operands.inputs.iter().map(Operand::count).sum();

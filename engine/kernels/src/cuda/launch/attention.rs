@@ -47,27 +47,28 @@ struct AttentionArguments {
     is_causal: u32,
 }
 
-/// What stands between queries, keys and the scores that count.
+/// The settings that turn products of queries and keys into scores.
 #[derive(Debug, Clone, Copy)]
 pub struct Scores {
-    /// What products are multiplied by.
+    /// The factor that products are multiplied by.
     pub scale: f32,
-    /// What scores are capped at; 0 for nothing.
+    /// The bound of the scores' soft cap; 0 if scores are not capped.
     pub cap: f32,
-    /// Whether a query sees no key behind its own.
+    /// True if a query does not see keys at later positions than its own.
     pub is_causal: bool,
-    /// How many of the last keys it then sees.
+    /// The number of most recent keys that a query of causal attention sees; `None` if it sees all earlier keys.
     pub window: Option<usize>,
 }
 
-/// Threads of a block, and of a warpgroup: `ATTENTION_THREADS` of attention.cuh, `WARPGROUP_THREADS` of warpgroup.cuh.
+/// Threads per block, and per warpgroup: `ATTENTION_THREADS` of attention.cuh, `WARPGROUP_THREADS` of warpgroup.cuh.
 const THREADS: u32 = 128;
 
-/// Tokens of a warpgroup: `WARPGROUP_ROWS` of warpgroup.cuh.
+/// Tokens that a warpgroup processes: `WARPGROUP_ROWS` of warpgroup.cuh.
 const WARPGROUP_ROWS: u64 = 64;
 
 impl HeadStrides {
-    /// Of [batch, heads, tokens, head size] with any strides but the last.
+    /// Returns the strides of a tensor [batch, heads, tokens, head size]. Returns `None` if elements of a row are not
+    /// contiguous.
     fn of(layout: &Layout) -> Option<Self> {
         match *layout.stride() {
             [batch, head, token, 1] => Some(Self { batch: batch as u64, head: head as u64, token: token as u64 }),
@@ -75,38 +76,39 @@ impl HeadStrides {
         }
     }
 
-    /// Of [batch, tokens, heads, head size] with any strides but the last.
+    /// Returns the strides of a tensor [batch, tokens, heads, head size]. Returns `None` if elements of a row are not
+    /// contiguous.
     fn by_token(layout: &Layout) -> Option<Self> {
         Self::of(layout).map(|of| Self { head: of.token, token: of.head, ..of })
     }
 
-    /// Whether every head's row begins with a pack, where the first does.
+    /// True if all strides are whole packs, so that every row starts at a pack if the first row does.
     fn are_packs(&self) -> bool {
         [self.batch, self.head, self.token].iter().all(|stride| stride % pack(DType::BF16) == 0)
     }
 
-    /// Of dense [batch, tokens, heads, head size].
+    /// Returns the strides of a contiguous tensor [batch, tokens, heads, head size].
     fn dense(tokens: u64, heads: u64, head_size: u64) -> Self {
         Self { batch: tokens * heads * head_size, head: head_size, token: heads * head_size }
     }
 }
 
-/// How a kernel's blocks share the tokens.
+/// A kernel, and how its blocks divide the tokens.
 #[derive(Debug)]
 struct Form {
     family: Family,
     name: String,
-    /// Threads of a block.
+    /// Number of threads per block.
     threads: u32,
-    /// Tokens of a block.
+    /// Number of tokens per block.
     rows: u64,
-    /// Whether neighbouring blocks are of neighbouring heads, rather than tokens.
+    /// True if consecutive blocks process consecutive heads; false if they process consecutive tokens of one head.
     is_by_heads: bool,
-    /// Bytes of shared memory.
+    /// Bytes of shared memory per block.
     shared_bytes: u64,
 }
 
-/// The part of attention that a kernel is.
+/// The part of attention's forward or backward that a kernel computes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Part {
     Forward,
@@ -117,7 +119,7 @@ enum Part {
 }
 
 impl Part {
-    /// What becomes dk and dv of heads of this size: in one kernel, or one after the other.
+    /// Returns the kernels that compute dk and dv for heads of this size: one for both, or one for each.
     fn of_kv(dtype: DType, head_size: u64) -> &'static [Self] {
         if dtype == DType::BF16 && head_size > 128 { &[Self::GradV, Self::GradK] } else { &[Self::GradKv] }
     }
@@ -137,7 +139,7 @@ impl Form {
     fn of(part: Part, dtype: DType, widest: u64, features: Features) -> Option<Self> {
         let most = [64, 128, 256].into_iter().find(|&most| widest <= most)?;
         match dtype {
-            // Sums of the largest heads' backward are more than registers hold besides two tiles of scores.
+            // For the largest heads, the backward's sums and two tiles of scores do not fit into registers.
             DType::BF16 if features.warpgroups && (part == Part::Forward || most <= 128) => {
                 Some(Self::warpgroups(part, most))
             }
@@ -147,8 +149,9 @@ impl Form {
         }
     }
 
-    /// attention_warpgroups.cu and attention_grad_warpgroups.cu: warpgroups of a block and rows of a tile as they are there; tiles that go by
-    /// in two or three stages, behind the first multiple of 1024 bytes.
+    /// The kernels of attention_warpgroups.cu and attention_grad_warpgroups.cu. The numbers of warpgroups per
+    /// block and of rows per tile are those in the kernels. In shared memory, two or three stages of tiles start
+    /// at the first address that is a multiple of 1024.
     fn warpgroups(part: Part, most: u64) -> Self {
         let warpgroups = 2;
         let rows = WARPGROUP_ROWS * warpgroups;
@@ -160,7 +163,7 @@ impl Form {
         let (blocks, stages, statistics) = match part {
             Part::Forward => (1, 2, 0),
             Part::GradQ => (2, 3, 0),
-            // A number of each thread, in as many stages.
+            // One value per thread in each of the three stages.
             _ => (2, 3, 3 * 4 * u64::from(THREADS) * warpgroups),
         };
         Self {
@@ -173,7 +176,8 @@ impl Form {
         }
     }
 
-    /// attention_tensor_cores.cu: bands of a warp and rows of a tile as they are there; two pairs of tiles that go by.
+    /// The kernels of attention_tensor_cores.cu. The numbers of bands per warp and of rows per tile are those in the
+    /// kernels. Shared memory holds two pairs of tiles that the kernel iterates over.
     fn tensor_cores(part: Part, most: u64) -> Self {
         let (bands, tile) = match (part, most) {
             (Part::Forward, 64) => (2, 64),
@@ -193,11 +197,11 @@ impl Form {
         }
     }
 
-    /// attention.cu: tiles of heads, and squares of scores.
+    /// The kernels of attention.cu. Shared memory holds tiles of heads, and square tiles of scores.
     fn plain(part: Part, most: u64, widest: u64) -> Self {
         let rows = if most == 256 { 16 } else { 32 };
         let (tiles, squares) = match part {
-            // Values take the place of keys.
+            // The values overwrite the keys.
             Part::Forward => (2, 1),
             Part::GradQ => (4, 1),
             Part::GradKv | Part::GradK | Part::GradV => (4, 2),
@@ -251,19 +255,20 @@ impl AttentionArguments {
         })
     }
 
-    /// The larger of the two sizes of a head.
+    /// Returns the larger of the head sizes of queries and of values.
     fn widest(&self) -> u64 {
         self.head_size.max(self.value_size)
     }
 
-    /// Whether rows of all that is read can be copied 16 bytes at a time.
+    /// True if all rows that are read can be copied 16 bytes at a time.
     fn are_packs(&self) -> bool {
         let read = [(self.q, self.at_q), (self.k, self.at_k), (self.v, self.at_v)];
         let of_gradient = (self.d_out != 0).then_some((self.d_out, self.at_out));
         read.iter().chain(&of_gradient).all(|&(address, strides)| address % 16 == 0 && strides.are_packs())
     }
 
-    /// A kernel over so many tokens and heads.
+    /// Returns the kernel that processes this many tokens and heads. Returns `None` if there is none for this type or
+    /// head size.
     fn launch(self, part: Part, of: &Operand, tokens: u64, heads: u64, features: Features) -> Option<Kernel> {
         let features = if self.are_packs() { features } else { Features::default() };
         let form = Form::of(part, of.dtype, self.widest(), features)?;
@@ -281,7 +286,8 @@ impl AttentionArguments {
     }
 }
 
-/// (out, log-sum-exp) from (q, k, v), and the first key that each query sees.
+/// Returns the launch that computes (out, log-sum-exp) from (q, k, v) and, optionally, the first key that each query
+/// sees.
 pub fn attention(of: Scores, operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let ([q, k, v, starts @ ..], [out, lse]) = (operands.inputs, operands.outputs) else { return None };
     let arguments = AttentionArguments::new(of, [q, k, v], starts.first())?;
@@ -289,12 +295,13 @@ pub fn attention(of: Scores, operands: &Operands<'_>) -> Option<Vec<Launch>> {
     launches([arguments.launch(Part::Forward, q, arguments.queries, arguments.heads, operands.features)?])
 }
 
-/// Bytes of a number for each query.
+/// Returns the size of the workspace for [`attention_grad`]: one f32 per query and head, like the log-sum-exp.
 pub fn attention_grad_workspace(lse: &Spec) -> Vec<u64> {
     vec![lse.bytes()]
 }
 
-/// (dq, dk, dv) from (q, k, v, out, log-sum-exp, d_out), and the first key that each query sees.
+/// Returns the launches that compute (dq, dk, dv) from (q, k, v, out, log-sum-exp, d_out) and, optionally, the first
+/// key that each query sees.
 pub fn attention_grad(of: Scores, operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let ([q, k, v, out, lse, d_out, starts @ ..], [dq, dk, dv], &[delta]) =
         (operands.inputs, operands.outputs, operands.workspace)
@@ -316,7 +323,7 @@ pub fn attention_grad(of: Scores, operands: &Operands<'_>) -> Option<Vec<Launch>
     };
     let AttentionArguments { heads, kv_heads, queries, keys, .. } = arguments;
     let of_kv = Part::of_kv(q.dtype, arguments.widest()).iter();
-    // The kernel for dq first: it leaves delta to the others.
+    // The kernel for dq runs first, because it computes the workspace delta that the others read.
     std::iter::once(arguments.launch(Part::GradQ, q, queries, heads, operands.features))
         .chain(of_kv.map(|&part| arguments.launch(part, q, keys, kv_heads, operands.features)))
         .map(|kernel| kernel.map(Launch::Kernel))

@@ -25,7 +25,8 @@ struct FillArguments {
     number: f32,
 }
 
-/// Copies x to a part of y of the same shape.
+/// Returns the kernel that copies x to the part of y with the layout `part`, which has the shape of x. Returns `None`
+/// if there is no kernel for these types or strides.
 pub fn copy_to(x: &Operand, y: &Operand, part: &Layout, accumulate: u32) -> Option<Kernel> {
     let name = match (x.dtype, y.dtype) {
         (DType::BF16, DType::F32) => "to_f32_bf16".into(),
@@ -41,7 +42,7 @@ pub fn copy_to(x: &Operand, y: &Operand, part: &Layout, accumulate: u32) -> Opti
     let at = Strides::merged(x.dims(), [x.layout.stride(), part.stride()])?;
     let addresses = [x.address, y.address + (part.start_offset() * y.dtype.size_in_bytes()) as u64];
     let sizes = [x, y].map(|operand| operand.dtype.size_in_bytes() as u64);
-    // `pack_of` in copy.cu.
+    // The number of elements is that of `pack_of` in copy.cu.
     let neighbours = 16 / sizes[0].min(sizes[1]).max(2);
     let is_aligned = (0..2).all(|i| addresses[i].is_multiple_of((neighbours * sizes[i]).min(16)));
     let packed = if is_aligned { Strides::in_packs(at, neighbours) } else { None };
@@ -51,19 +52,19 @@ pub fn copy_to(x: &Operand, y: &Operand, part: &Layout, accumulate: u32) -> Opti
     Some(Kernel::flat(Copy, name, count, arguments))
 }
 
-/// The same number everywhere.
+/// Returns the kernel that fills y with one value. Returns `None` if there is no kernel for the type of y.
 pub(super) fn fill(y: &Operand, number: f32) -> Option<Kernel> {
     let arguments = FillArguments { y: y.address, count: y.count(), number };
     Some(Kernel::flat(Copy, typed("fill", y.dtype)?, y.count().div_ceil(pack(y.dtype)), arguments))
 }
 
-/// y = x without gaps, or y = x or y += x in another type.
+/// Returns the launch that copies x to a contiguous y. If the types differ, it converts x. It can also add x to y.
 pub fn copy(operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let ([x], [y]) = (operands.inputs, operands.outputs) else { return None };
     launches([copy_to(x, y, &y.layout, operands.accumulate(0))?])
 }
 
-/// The inputs one after another along a dimension.
+/// Returns the launches that concatenate the inputs along a dimension.
 pub fn cat(dim: usize, operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let [y] = operands.outputs else { return None };
     let mut start = 0;
@@ -76,7 +77,7 @@ pub fn cat(dim: usize, operands: &Operands<'_>) -> Option<Vec<Launch>> {
     Some(copies)
 }
 
-/// The input among zeros.
+/// Returns the launches that copy the input into an output of zeros, from index `start` of a dimension on.
 pub fn widen(dim: usize, start: usize, operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let ([x], [y]) = (operands.inputs, operands.outputs) else { return None };
     let part = y.layout.narrow(dim, start, x.dims()[dim]).ok()?;

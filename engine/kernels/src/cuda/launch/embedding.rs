@@ -47,7 +47,7 @@ struct EmbeddingGradArguments {
     sums_first: u32,
 }
 
-/// The rows of a table that ids name.
+/// Returns the launch that looks up a table's rows by ids.
 pub fn embedding(operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let ([table, ids], [out]) = (operands.inputs, operands.outputs) else { return None };
     let width = table.width();
@@ -55,31 +55,32 @@ pub fn embedding(operands: &Operands<'_>) -> Option<Vec<Launch>> {
     launches([Kernel::rows(Embedding, typed("embedding", table.dtype)?, ids.count(), table.packs(), arguments)])
 }
 
-/// Places that are sorted together: `CHUNK` of embedding_grad.cu.
+/// Most positions that one block sorts: `CHUNK` of embedding_grad.cu.
 const CHUNK: u64 = 2048;
 
-/// Places of a sequence whose rows are summed by themselves.
+/// Number of positions in a span. Rows of one id are summed per span of a sequence.
 const SPAN: u64 = 256;
 
-/// Rows of an id that a warp adds by itself, at most: `SHORT` of embedding_grad.cu.
+/// Most rows of one id that a single warp adds: `SHORT` of embedding_grad.cu.
 const SHORT: u64 = 128;
 
-/// Columns of a block that adds the rows of one id: `SHARED_COLUMNS` of embedding_grad.cu.
+/// Number of columns in a block that adds the rows of one id: `SHARED_COLUMNS` of embedding_grad.cu.
 const SHARED_COLUMNS: u64 = 64;
 
-/// Columns of a warp that adds the rows of one id: 32 times `OWN` of embedding_grad.cu.
+/// Number of columns in a warp that adds the rows of one id: 32 times `OWN` of embedding_grad.cu.
 const WARP_COLUMNS: u64 = 256;
 
-/// Threads of a block that adds rows.
+/// Threads per block in the kernel that adds rows.
 const ADDING: u32 = 512;
 
-/// Places of a chunk of so many, and chunks.
+/// Divides positions into chunks. Returns the number of positions per chunk, and the number of chunks.
 fn chunks(places: u64) -> (u64, u64) {
     let length = places.next_power_of_two().min(CHUNK);
     (length, places.div_ceil(length))
 }
 
-/// Bytes of the places, sorted by their ids: chunk by chunk and, of several chunks, all of them.
+/// Returns the sizes of the workspace for [`embedding_grad`]. The first piece holds the positions of each chunk,
+/// sorted by id. If there are several chunks, a second piece holds all positions in sorted order.
 pub fn embedding_grad_workspace(ids: &Spec) -> Vec<u64> {
     let places = ids.elements() as u64;
     let (length, chunks) = chunks(places);
@@ -87,25 +88,29 @@ pub fn embedding_grad_workspace(ids: &Spec) -> Vec<u64> {
     if chunks > 1 { vec![of_chunks, 8 * places] } else { vec![of_chunks] }
 }
 
-/// The table's gradient from (ids, dy), to which one id may add nothing.
+/// Returns the launches that compute the table's gradient from (ids, dy). Positions with the id `padding` add nothing
+/// to it.
 pub fn embedding_grad(padding: Option<u32>, operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let clear = if operands.accumulate(0) == 0 { Some(fill(operands.outputs.first()?, 0.0)?) } else { None };
     Some(clear.into_iter().map(Launch::Kernel).chain(add_rows(padding, false, operands)?).collect())
 }
 
-/// A tensor that is the output, too, and the table's gradient from (ids, dy): rows that no id names are not touched.
+/// Returns the launches that add the table's gradient from (ids, dy) to a tensor. The tensor is input and output. The
+/// kernels do not touch rows whose ids do not occur.
 pub fn add_embedding_grad(padding: Option<u32>, operands: &Operands<'_>) -> Option<Vec<Launch>> {
     add_rows(padding, true, operands)
 }
 
-/// Adds rows of dy to those of the output that ids name: the sums of spans one after another, or the sum of these.
+/// Returns the launches that add rows of dy to the output rows given by the ids. With `sums_first`, the sums of all
+/// spans are added up before the kernel adds them to the output. Otherwise it adds the sums of spans to the output
+/// one after another.
 fn add_rows(padding: Option<u32>, sums_first: bool, operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let ([ids, dy], [d_table], &[keys, ref rest @ ..]) = (operands.inputs, operands.outputs, operands.workspace) else {
         return None;
     };
     let (count, width) = (ids.count(), d_table.width());
     let (length, chunks) = chunks(count);
-    // No vocabulary has as many ids.
+    // Without padding, no id is skipped: no vocabulary contains the id `u32::MAX`.
     let padding = padding.unwrap_or(u32::MAX);
     let sort = Kernel {
         family: EmbeddingGrad,
@@ -120,7 +125,7 @@ fn add_rows(padding: Option<u32>, sums_first: bool, operands: &Operands<'_>) -> 
     let ranks = RankArguments { chunks: keys, sorted, count };
     let rank = (chunks > 1).then(|| Kernel::flat(EmbeddingGrad, "embedding_rank".into(), count, ranks));
     let spans = Pieces::of(dy.dims(), SPAN, SPAN);
-    // No id has more rows than a warp adds, if there are no more.
+    // If there are at most `SHORT` positions, no id has more rows than a single warp adds.
     let long = if count > SHORT { count.div_ceil(SHORT) * width.div_ceil(SHARED_COLUMNS) } else { 0 };
     let short = (count * width.div_ceil(WARP_COLUMNS)).div_ceil(u64::from(ADDING / 32));
     let arguments = EmbeddingGradArguments {
@@ -139,7 +144,7 @@ fn add_rows(padding: Option<u32>, sums_first: bool, operands: &Operands<'_>) -> 
         name: typed_to("embedding_grad", dy.dtype, d_table.dtype)?,
         grid: [blocks(long + short, 1), 1, 1],
         block: ADDING,
-        // Where spans begin, and of each warp the sums of its span.
+        // The starts of spans and, for each warp, the sums of its span.
         shared_bytes: if long > 0 { 4 * ADDING + ADDING / 32 * 4 * SHARED_COLUMNS as u32 } else { 0 },
         tickets: 0,
         arguments: Box::new(arguments),

@@ -1,7 +1,9 @@
-//! What is launched for an operation: which kernels, with how many blocks, on which addresses.
+//! The launches of an operation: kernels, numbers of blocks, and addresses.
 //!
-//! In: where the operands of one instruction lie on the device, as a plan says it. Out: [`Launch`]es, in order. Never: a call
-//! of the driver, or a look at data: all of it is known when the program is compiled, so that launches can be captured once.
+//! - In: the planned device addresses of one instruction's operands.
+//! - Out: [`Launch`]es, in order.
+//! - Never: a call of the driver, or a read of tensor data. All launches are known when the program is compiled, so
+//!   that they can be captured in a graph.
 
 mod adamw;
 mod attention;
@@ -49,16 +51,16 @@ use candle_core::{DType, Layout};
 
 use super::Family;
 
-/// What a device is asked to do.
+/// One piece of work for a device.
 #[derive(Debug)]
 pub enum Launch {
     /// One kernel, started once.
     Kernel(Kernel),
-    /// A product of matrices.
+    /// A matrix product.
     Product(Product),
 }
 
-/// Kernels, one after another.
+/// Returns launches that run these kernels one after another.
 fn launches<const N: usize>(kernels: [Kernel; N]) -> Option<Vec<Launch>> {
     Some(kernels.map(Launch::Kernel).into())
 }
@@ -66,28 +68,30 @@ fn launches<const N: usize>(kernels: [Kernel; N]) -> Option<Vec<Launch>> {
 /// One kernel, started once.
 #[derive(Debug)]
 pub struct Kernel {
-    /// Where the kernel's source is.
+    /// The source that contains the kernel.
     pub family: Family,
-    /// The kernel's name, which ends in the type that it stores.
+    /// The kernel's name, which ends in the type that the kernel stores.
     pub name: String,
-    /// Blocks.
+    /// Number of blocks in each dimension.
     pub grid: [u32; 3],
-    /// Threads of a block: whole warps.
+    /// Number of threads per block, a multiple of 32.
     pub block: u32,
-    /// Shared memory of a block. The driver has to be told of more than 48 KiB.
+    /// Bytes of dynamic shared memory per block. A size above 48 KiB must be requested from the driver before the
+    /// launch.
     pub shared_bytes: u32,
-    /// Numbers from [`Operands::tickets`] on that its blocks count themselves by.
+    /// Number of tickets, from [`Operands::tickets`] on, with which the kernel's blocks determine which of them
+    /// finishes last.
     pub tickets: u32,
-    /// The struct that the kernel takes.
+    /// The kernel's only argument, a struct.
     pub arguments: Box<dyn Arguments>,
 }
 
-/// A kernel's one argument: plain data, laid out as in C.
+/// A kernel's only argument: plain data in C layout.
 pub trait Arguments: Any + Debug + Send + Sync {
     /// Bytes of the struct.
     fn bytes(&self) -> usize;
 
-    /// Where it lies, for the driver to copy from.
+    /// Returns the address of the struct, from which the driver copies it.
     fn address(&self) -> *const c_void;
 }
 
@@ -101,86 +105,88 @@ impl<T: Copy + Debug + Send + Sync + 'static> Arguments for T {
     }
 }
 
-/// The bit of an address that makes it that of a slot (`slots.cuh`): 16 bytes of device memory, in which kernels find the address and
-/// the number of bytes of a tensor whose rows are counted while a program runs. Its layout then has the most rows that there may be.
+/// The bit that marks an address as the address of a slot (`slots.cuh`). A slot is 16 bytes of device memory. It
+/// holds the address and the size in bytes of a tensor with dynamic rows. The number of these rows is only known
+/// at run time, so the operand's layout has the largest possible number.
 pub const SLOT: u64 = 1 << 63;
 
 /// A tensor at its planned address.
 #[derive(Debug, Clone)]
 pub struct Operand {
-    /// Device address of the first element that the layout shows, or of a slot that has it.
+    /// Device address of the layout's first element, or of a slot that contains that address (marked by [`SLOT`]).
     pub address: u64,
-    /// Strides; the start is already in the address.
+    /// Shape and strides. The layout's start offset is already included in the address.
     pub layout: Layout,
     /// Type of the elements.
     pub dtype: DType,
 }
 
 impl Operand {
-    /// Extents.
+    /// Returns the extents.
     pub fn dims(&self) -> &[usize] {
         self.layout.dims()
     }
 
-    /// Number of elements.
+    /// Returns the number of elements.
     pub fn count(&self) -> u64 {
         self.layout.shape().elem_count() as u64
     }
 
-    /// Extent of the last dimension.
+    /// Returns the extent of the last dimension.
     pub fn width(&self) -> u64 {
         crate::width(self.dims()) as u64
     }
 
-    /// Whether a slot says where it lies.
+    /// True if the address is read from a slot at run time.
     pub fn has_slot(&self) -> bool {
         self.address & SLOT != 0
     }
 
-    /// Elements of a pack: 16 bytes.
+    /// Returns the number of elements in a pack of 16 bytes.
     fn pack(&self) -> u64 {
         pack(self.dtype)
     }
 
-    /// Packs of the last dimension.
+    /// Returns the number of packs in the last dimension.
     fn packs(&self) -> u64 {
         self.width().div_ceil(self.pack())
     }
 }
 
-/// What a device has beyond what all of them have, for which there are kernels of its own.
+/// Optional features of a device, for which there are separate kernels.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Features {
-    /// Products of warpgroups (`wgmma`), of compute capability 9.0 alone.
+    /// Matrix products of warpgroups (`wgmma`), which only compute capability 9.0 has.
     pub warpgroups: bool,
 }
 
 /// The operands of one instruction.
 #[derive(Debug)]
 pub struct Operands<'a> {
-    /// What the kernels read. An input that is overwritten has the address of its output.
+    /// The inputs. An input that is overwritten has the address of its output.
     pub inputs: &'a [Operand],
-    /// What they write: dense tensors.
+    /// The outputs, which are contiguous.
     pub outputs: &'a [Operand],
     /// Addresses of the pieces of `Op::cuda_workspace`.
     pub workspace: &'a [u64],
-    /// Bits of the outputs that are added to.
+    /// A bit per output: 1 if the kernels add to the output, 0 if they overwrite it.
     pub accumulate: u64,
-    /// Device address of `u32`s that are 0, and are again when the launches are over: as many as [`Kernel::tickets`] of any of them.
+    /// Device address of `u32` tickets. They are 0 before the launches, and the launches reset them to 0. Their
+    /// number is at least [`Kernel::tickets`] of each launch.
     pub tickets: u64,
-    /// Where the random numbers of this step and micro-batch come from.
+    /// The source of this step's and micro-batch's random numbers.
     pub random: Random,
-    /// What the device has on which they are launched.
+    /// The features of the device that runs the launches.
     pub features: Features,
 }
 
-/// A stream of random numbers, of which the step's part is read when the kernel runs.
+/// A stream of random numbers. The part of its seed that depends on the step is read when the kernel runs.
 #[derive(Debug, Clone, Copy)]
 #[repr(C)]
 pub struct Random {
-    /// Device address of the step's key, 8 bytes.
+    /// Device address of the step's key, which has 8 bytes.
     pub key: u64,
-    /// The micro-batch within the step.
+    /// The index of the micro-batch within the step.
     pub micro_batch: u64,
 }
 
@@ -189,18 +195,18 @@ impl Operands<'_> {
         u32::from(self.accumulates(output))
     }
 
-    /// Whether an output is added to.
+    /// True if the kernels add to this output rather than overwrite it.
     pub fn accumulates(&self, output: usize) -> bool {
         self.accumulate >> output & 1 == 1
     }
 }
 
-/// Elements of a pack: 16 bytes.
+/// Returns the number of elements in a pack of 16 bytes.
 fn pack(dtype: DType) -> u64 {
     16 / dtype.size_in_bytes() as u64
 }
 
-/// A kernel's name for a type that it stores; none for types without kernels.
+/// Returns the name of the kernel that stores this type, or `None` if there is none.
 fn typed(name: &str, dtype: DType) -> Option<String> {
     match dtype {
         DType::F32 => Some(format!("{name}_f32")),
@@ -209,7 +215,8 @@ fn typed(name: &str, dtype: DType) -> Option<String> {
     }
 }
 
-/// A kernel's name where it may store f32 instead of the type that it reads.
+/// Returns the name of the kernel that reads one type and stores another. Returns `None` if there is no such kernel.
+/// The types may be equal, or bf16 and f32.
 fn typed_to(name: &str, from: DType, to: DType) -> Option<String> {
     match (from, to) {
         (DType::BF16, DType::F32) => Some(format!("{name}_bf16_to_f32")),
@@ -218,10 +225,10 @@ fn typed_to(name: &str, from: DType, to: DType) -> Option<String> {
     }
 }
 
-/// Most dimensions that kernels walk: `MAX_RANK` of strides.cuh.
+/// Most dimensions that kernels can iterate over: `MAX_RANK` of strides.cuh.
 const MAX_RANK: usize = 6;
 
-/// Extents and distances in elements, as strides.cuh has them.
+/// Extents, and strides in elements, with the layout of `Strides` in strides.cuh.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(C)]
 pub struct Strides {
@@ -232,10 +239,12 @@ pub struct Strides {
 }
 
 impl Strides {
-    /// Of a scalar.
+    /// The strides of a scalar.
     const NONE: Self = Self { dims: [1; MAX_RANK], strides: [0; MAX_RANK], rank: 0, is_small: 1 };
 
-    /// Walks several tensors over the same extents, in as few dimensions as all of them allow; none if that is too many.
+    /// Returns the strides with which a kernel iterates over several tensors of the extents `dims` together.
+    /// Adjacent dimensions are merged where the layouts of all tensors allow it. Returns `None` if more than
+    /// [`MAX_RANK`] dimensions remain.
     fn merged<const N: usize>(dims: &[usize], strides: [&[usize]; N]) -> Option<[Self; N]> {
         let mut merged: Vec<(usize, [usize; N])> = Vec::new();
         for (dim, &extent) in dims.iter().enumerate().filter(|&(_, &extent)| extent != 1) {
@@ -261,7 +270,8 @@ impl Strides {
         Some(all)
     }
 
-    /// The same in packs of so many neighbours, if these lie side by side in all of them.
+    /// Converts extents and strides to units of packs. Returns `None` unless the last dimension of every tensor is
+    /// contiguous and consists of whole packs, as do all other strides.
     fn in_packs<const N: usize>(all: [Self; N], pack: u64) -> Option<[Self; N]> {
         let is_packed = all.iter().all(|of| {
             let (dims, strides) = (&of.dims[..of.rank as usize], &of.strides[..of.rank as usize]);
@@ -277,44 +287,44 @@ impl Strides {
         is_packed.then(|| all.map(in_packs))
     }
 
-    /// Walks one operand.
+    /// Returns the strides of one operand, or `None` if it has too many dimensions.
     pub fn of(operand: &Operand) -> Option<Self> {
         Self::merged(operand.dims(), [operand.layout.stride()]).map(|[strides]| strides)
     }
 
-    /// The struct as fields of 8 bytes, the last of which holds two numbers.
+    /// Returns the struct as fields of 8 bytes. The last field contains both `rank` and `is_small`.
     pub fn words(&self) -> impl Iterator<Item = u64> {
         let last = u64::from(self.rank) | u64::from(self.is_small) << 32;
         self.dims.into_iter().chain(self.strides).chain([last])
     }
 }
 
-/// Whether kernels can walk it.
+/// True if kernels can iterate over a tensor with this layout.
 pub fn can_walk(layout: &Layout) -> bool {
     Strides::merged(layout.dims(), [layout.stride()]).is_some()
 }
 
-/// Threads of a block that go through elements.
+/// Number of threads per block in kernels that iterate over elements.
 const BLOCK: u32 = 256;
 
-/// Blocks for so many threads.
+/// Returns the number of blocks that contain this many threads.
 fn blocks(threads: u64, block: u32) -> u32 {
     u32::try_from(threads.div_ceil(u64::from(block))).expect("a device's memory holds no more elements than that")
 }
 
-/// Bytes of shared memory that a fold over a block takes: `MAX_WARPS` floats of reduce.cuh.
+/// Bytes of shared memory that a reduction over a block needs: `MAX_WARPS` floats (reduce.cuh).
 const FOLD_BYTES: u32 = 4 * 32;
 
 impl Kernel {
-    /// One thread for each of so many.
+    /// Returns a kernel with this many threads in total, for instance one per element.
     pub fn flat(family: Family, name: String, threads: u64, arguments: impl Arguments + 'static) -> Self {
         let grid = [blocks(threads, BLOCK), 1, 1];
         Self { family, name, grid, block: BLOCK, shared_bytes: 0, tickets: 0, arguments: Box::new(arguments) }
     }
 
-    /// One block for each of so many rows, with threads for a row of so many packs.
+    /// Returns a kernel with one block per row. The block's size suits rows of this many packs.
     pub fn rows(family: Family, name: String, rows: u64, packs: u64, arguments: impl Arguments + 'static) -> Self {
-        // About one pack for a thread, in whole warps.
+        // About one thread per pack, in whole warps.
         let block = packs.next_multiple_of(32).clamp(32, 512) as u32;
         let grid = [blocks(rows, 1), 1, 1];
         Self { family, name, grid, block, shared_bytes: FOLD_BYTES, tickets: 0, arguments: Box::new(arguments) }

@@ -44,10 +44,11 @@ struct NormGradWeightArguments {
     fold: Fold,
 }
 
-/// How blocks share rows out: each has some side by side, with as many threads for each.
+/// The assignment of rows to blocks. Each block processes one or several rows at a time, with the same number of
+/// threads for each.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) struct RowBlocks {
-    /// Threads of a row: whole warps.
+    /// Number of threads per row, a multiple of 32.
     pub(in crate::cuda) row_threads: u32,
     block: u32,
     grid: u32,
@@ -55,20 +56,20 @@ pub(in crate::cuda) struct RowBlocks {
     tickets: u32,
 }
 
-/// Threads of a block, where a row does not need more.
+/// Threads per block, unless a row needs more.
 const FEW_THREADS: u64 = 256;
 
-/// Threads of a row, at most.
+/// Most threads per row.
 pub(in crate::cuda) const MOST_THREADS: u64 = 512;
 
-/// Packs of a row that a thread has in registers: `NORM_CHUNKS` of norm.cuh.
+/// Packs of a row that a thread holds in registers: `NORM_CHUNKS` of norm.cuh.
 const NORM_CHUNKS: u64 = 4;
 
-/// Packs of a row that a thread has in registers where it makes a gradient, at most.
+/// Most packs of a row that a thread holds in registers when it computes a gradient.
 const GRAD_CHUNKS: u64 = 2;
 
 impl RowBlocks {
-    /// Of rows x, where so many numbers of each are summed at once.
+    /// Assigns the rows of x to blocks. A reduction adds up `sums` values per row at once.
     fn new(x: &Operand, row_threads: u64, sums: u32) -> Self {
         let side_by_side = (FEW_THREADS / row_threads).max(1);
         Self {
@@ -80,24 +81,24 @@ impl RowBlocks {
         }
     }
 
-    /// For a normalisation of x.
+    /// Assigns the rows of x to blocks for their normalization.
     pub(in crate::cuda) fn norm(x: &Operand) -> Self {
         Self::new(x, x.packs().div_ceil(NORM_CHUNKS).next_multiple_of(32).clamp(32, MOST_THREADS), 1)
     }
 
-    /// For the gradient of x.
+    /// Assigns the rows of x to blocks for the gradient of x.
     pub(in crate::cuda) fn norm_grad(x: &Operand) -> Self {
         Self::new(x, grad_threads(x.packs()), 2)
     }
 
-    /// The kernel that takes these arguments.
+    /// Returns the kernel with this assignment of rows, and with the given arguments.
     pub(in crate::cuda) fn kernel(self, family: Family, name: String, arguments: impl Arguments + 'static) -> Kernel {
         let Self { block, grid, shared_bytes, tickets, .. } = self;
         Kernel { family, name, grid: [grid, 1, 1], block, shared_bytes, tickets, arguments: Box::new(arguments) }
     }
 }
 
-/// Threads for the gradient of a row of so many packs: one for each, or half as many.
+/// Returns the number of threads that compute the gradient of a row: one for each pack, or one for two packs.
 fn grad_threads(packs: u64) -> u64 {
     let threads = if packs <= FEW_THREADS { packs } else { packs.div_ceil(GRAD_CHUNKS) };
     threads.next_multiple_of(32).clamp(32, MOST_THREADS)
@@ -107,7 +108,7 @@ pub(in crate::cuda) fn rows(x: &Operand) -> u64 {
     x.count() / x.width().max(1)
 }
 
-/// (y, stats) from (x, weight) and, of layer normalisation, a bias.
+/// Returns the launch that computes (y, stats) from (x, weight) and, for layer normalization, a bias.
 pub fn norm(name: &str, eps: f64, operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let ([x, weight, rest @ ..], [y, stats]) = (operands.inputs, operands.outputs) else { return None };
     let blocks = RowBlocks::norm(x);
@@ -125,7 +126,7 @@ pub fn norm(name: &str, eps: f64, operands: &Operands<'_>) -> Option<Vec<Launch>
     launches([blocks.kernel(Norm, typed(name, x.dtype)?, arguments)])
 }
 
-/// dx from (x, weight, stats, dy).
+/// Returns the launch that computes dx from (x, weight, stats, dy).
 pub fn norm_grad_input(is_centred: bool, operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let ([x, weight, stats, dy], [dx]) = (operands.inputs, operands.outputs) else { return None };
     let blocks = RowBlocks::norm_grad(x);
@@ -143,23 +144,24 @@ pub fn norm_grad_input(is_centred: bool, operands: &Operands<'_>) -> Option<Vec<
     launches([blocks.kernel(Norm, typed("norm_grad_input", x.dtype)?, arguments)])
 }
 
-/// Rows of a piece: few, so that there are many of them on each multiprocessor.
+/// Number of rows per piece. It is small, so that each multiprocessor has many pieces to process.
 const PIECE: u64 = 32;
 
-/// The pieces of rows for the gradients of weight and bias, and how many shares each has. The order of sums depends on them.
+/// Divides rows into pieces for the gradients of weight and bias. Returns the pieces, and the number of shares in
+/// each. The order of summation depends on both.
 fn pieces(dims: &[usize], dtype: DType) -> (Pieces, u64) {
     let at_most = FEW_THREADS / grad_threads((crate::width(dims) as u64).div_ceil(pack(dtype)));
     let shares = 1 << at_most.max(1).ilog2();
     (Pieces::of(dims, PIECE, PIECE / shares), shares)
 }
 
-/// Bytes of the pieces' sums.
+/// Returns the size of the workspace for [`norm_grad_weight`]: two f32 sums per piece and column.
 pub fn norm_grad_weight_workspace(x: &Spec) -> Vec<u64> {
     let pieces = pieces(x.dims(), x.dtype).0.count();
     vec![2 * 4 * pieces * crate::width(x.dims()) as u64]
 }
 
-/// (d_weight, d_bias) from (x, stats, dy).
+/// Returns the launch that computes (d_weight, d_bias) from (x, stats, dy).
 pub fn norm_grad_weight(operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let [x, stats, dy] = operands.inputs else { return None };
     let (pieces, _) = pieces(x.dims(), x.dtype);
@@ -176,32 +178,35 @@ pub fn norm_grad_weight(operands: &Operands<'_>) -> Option<Vec<Launch>> {
     }])
 }
 
-/// Whether rows are short enough for one kernel to make all gradients of their norm in one pass: it has all of a row in registers.
+/// True if one kernel can compute all gradients of a norm in one pass. The rows must be short enough that a whole row
+/// fits into registers.
 pub fn fits_one_pass(x: &Spec) -> bool {
     crate::width(x.dims()) as u64 <= GRAD_CHUNKS * MOST_THREADS * pack(x.dtype)
 }
 
-/// How the gradient of rows and those of weight and bias are made in one pass (`norm_grad_to` of norm.cuh).
+/// The plan of one kernel that computes the gradients of x, weight and bias in one pass (`norm_grad_to` of norm.cuh).
 #[derive(Debug)]
 pub(in crate::cuda) struct OnePass {
-    /// Packs of a row, and rows, that a thread has in registers at a time.
+    /// Number of packs per row that a thread holds in registers.
     pub(in crate::cuda) chunks: u64,
+    /// Number of rows that a thread processes at a time.
     pub(in crate::cuda) rows: u64,
-    /// What its registers are bounded by: threads of a block, and blocks of a multiprocessor.
+    /// The bounds for the compiler's use of registers: threads per block, and blocks per multiprocessor.
     pub(in crate::cuda) bounds: [u64; 2],
-    /// Its struct `Fold`.
+    /// The fields of the kernel's struct `Fold`.
     pub(in crate::cuda) fold: [u64; 12],
     pub(in crate::cuda) blocks: RowBlocks,
 }
 
 impl OnePass {
-    /// Of rows x, and the gradients (of weight, of bias) that become of them.
+    /// Plans the pass over the rows x, for the gradients `outs` of weight and bias. Returns `None` if the rows do not
+    /// fit into registers, or if the sums cannot be stored in `outs`.
     pub(in crate::cuda) fn of(x: &Operand, outs: &[Operand], accumulate: u64, operands: &Operands<'_>) -> Option<Self> {
         let (pieces, shares) = pieces(x.dims(), x.dtype);
         let fold = Fold::new(pieces, x.dtype, outs, operands, accumulate)?;
         let row_threads = grad_threads(x.packs());
         let (chunks, rows) = if x.packs() <= row_threads { (1, 2) } else { (GRAD_CHUNKS, 1) };
-        // The sums of shares lie behind what threads sum rows by.
+        // In shared memory, the sums of shares follow the scratch of the reductions over rows.
         let of_shares = if shares > 1 { 2 * 4 * shares * x.width() } else { 0 };
         let blocks = RowBlocks {
             row_threads: row_threads as u32,

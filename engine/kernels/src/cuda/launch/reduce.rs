@@ -6,14 +6,14 @@ use super::{BLOCK, Kernel, Launch, Operand, Operands, Strides, blocks, launches,
 use crate::Spec;
 use crate::cuda::Family::Reduce;
 
-/// Rows cut into pieces.
+/// Rows divided into pieces.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Pieces {
     pub(super) rows: PieceRows,
     sequences: u64,
 }
 
-/// Rows of sequences and of pieces, as pieces.cuh has them.
+/// The numbers of rows in sequences and pieces, with the layout of `Pieces` in pieces.cuh.
 #[derive(Debug, Clone, Copy)]
 #[repr(C)]
 pub(super) struct PieceRows {
@@ -23,26 +23,26 @@ pub(super) struct PieceRows {
     share: u64,
 }
 
-/// Rows of a piece, of which columns are summed.
+/// Number of rows per piece in sums of columns.
 const PIECE: u64 = 64;
 
-/// Blocks along the second and third dimension of a grid, at most.
+/// Most blocks along the second and third dimension of a grid.
 const MOST_GRID_ROWS: u64 = 65_535;
 
-/// Threads of a block that sums columns.
+/// Threads per block in kernels that sum columns.
 pub(super) const SUMMING: u32 = 128;
 
-/// Columns of a thread: `OWN_COLUMNS` of pieces.cuh.
+/// Columns per thread: `OWN_COLUMNS` of pieces.cuh.
 const OWN_COLUMNS: u64 = 4;
 
-/// Blocks side by side for the sums of so many columns.
+/// Returns the number of blocks that together sum this many columns.
 pub(super) fn blocks_of_columns(width: u64) -> u32 {
     blocks(width.div_ceil(OWN_COLUMNS), SUMMING)
 }
 
 impl Pieces {
-    /// The rows of [.., sequence, width], in pieces of so many, which are summed share by share. Rows that say nothing of sequences
-    /// are one.
+    /// Divides the rows of [.., sequence, width] into pieces of `length` rows, and each piece into shares of `share`
+    /// rows. With fewer than three dimensions, all rows form one sequence.
     pub(super) fn of(dims: &[usize], length: u64, share: u64) -> Self {
         let rows = dims.iter().rev().skip(1).product::<usize>() as u64;
         let sequence = if dims.len() > 2 { dims[dims.len() - 2] as u64 } else { rows };
@@ -51,21 +51,21 @@ impl Pieces {
         Self { rows: PieceRows { sequence, of_sequence, length, share }, sequences }
     }
 
-    /// Those of which columns are summed.
+    /// Divides rows into the pieces that sums of columns use.
     fn of_columns(rows: &[usize]) -> Self {
         Self::of(rows, PIECE, PIECE)
     }
 
-    /// How many there are.
+    /// Returns the number of pieces.
     pub(super) fn count(self) -> u64 {
         self.sequences * self.rows.of_sequence
     }
 }
 
-/// Pieces that are added up by themselves: `RUN` of pieces.cuh.
+/// Number of pieces in a run. The sums of a run are added up before the runs are: `RUN` of pieces.cuh.
 const RUN: u64 = 16;
 
-/// What becomes of the sums of pieces, as pieces.cuh has it.
+/// The combination of the sums of pieces, with the layout of `Fold` in pieces.cuh.
 #[derive(Debug, Clone, Copy)]
 #[repr(C)]
 pub(super) struct Fold {
@@ -81,7 +81,9 @@ pub(super) struct Fold {
 }
 
 impl Fold {
-    /// The sums of pieces of rows of a type into one tensor, or into two of one width. Bits say which of them are added to.
+    /// Combines the sums of pieces into one output, or into two of equal width. Each bit of `accumulate` says whether
+    /// the kernel adds to that output. Returns `None` if an output has neither the type `dtype` nor f32, or if there
+    /// is no workspace.
     pub(super) fn new(
         pieces: Pieces,
         dtype: DType,
@@ -106,13 +108,14 @@ impl Fold {
         })
     }
 
-    /// Numbers that blocks count themselves by, if so many lie side by side.
+    /// Returns the number of tickets for a grid with this many blocks of columns. Returns `None` if the number
+    /// exceeds `u32`.
     pub(super) fn tickets(&self, blocks_of_columns: u32) -> Option<u32> {
         let runs = self.sequences * self.pieces.of_sequence.div_ceil(RUN);
         u32::try_from(u64::from(blocks_of_columns) * (runs + 1)).ok()
     }
 
-    /// The struct as fields of 8 bytes.
+    /// Returns the struct as fields of 8 bytes.
     pub(super) fn words(&self) -> [u64; 12] {
         let &Self { parts, tickets, out: [first, last], width, sequences, pieces, results, accumulate, is_f32 } = self;
         let counts = u64::from(results) | u64::from(accumulate) << 32;
@@ -153,7 +156,8 @@ struct ScaledSumArguments {
     accumulate: u32,
 }
 
-/// The rows that are summed when `dims` are, if those lead: [rows in sequences, width].
+/// Returns the shape [rows in sequences, width] of a sum over `dims`. Returns `None` unless `dims` are the leading
+/// dimensions.
 fn as_rows(x: &[usize], dims: &[usize]) -> Option<Vec<usize>> {
     if dims.is_empty() || !dims.iter().enumerate().all(|(i, &d)| i == d) {
         return None;
@@ -162,16 +166,17 @@ fn as_rows(x: &[usize], dims: &[usize]) -> Option<Vec<usize>> {
     Some([&x[..dims.len()], &[width]].concat())
 }
 
-/// Bytes of the sums of pieces, where leading dimensions are summed.
+/// Returns the size of the workspace of [`sum`]: the pieces' sums. It is empty if the summed dimensions are not the
+/// leading ones.
 pub fn column_sums_workspace(x: &Spec, dims: &[usize]) -> Vec<u64> {
     let bytes = as_rows(x.dims(), dims).map(|rows| 4 * Pieces::of_columns(&rows).count() * crate::width(&rows) as u64);
     bytes.into_iter().collect()
 }
 
-/// The sum over `dims`.
+/// Returns the launch that sums over `dims`.
 pub fn sum(dims: &[usize], operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let ([x], [out]) = (operands.inputs, operands.outputs) else { return None };
-    // A grid has that many rows at most.
+    // A grid's size along this dimension is limited.
     let is_narrow = u64::from(blocks_of_columns(out.count())) <= MOST_GRID_ROWS;
     if let (Some(rows), true, [_]) =
         (as_rows(x.dims(), dims).filter(|_| is_narrow), x.layout.is_contiguous(), operands.workspace)
@@ -209,7 +214,8 @@ pub fn sum(dims: &[usize], operands: &Operands<'_>) -> Option<Vec<Launch>> {
     launches([Kernel::flat(Reduce, typed_to("sum", x.dtype, out.dtype)?, 32 * outputs, arguments)])
 }
 
-/// scale · Σ x, by parts that each are an index of the first dimension.
+/// Returns the launch that computes scale · Σ x. Each of `part_count` blocks sums a contiguous part of x; the last
+/// block to finish adds up the parts in order.
 pub fn scaled_sum(scale: f64, part_count: usize, operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let ([x], [out], &[parts]) = (operands.inputs, operands.outputs, operands.workspace) else { return None };
     let part_count = part_count as u64;

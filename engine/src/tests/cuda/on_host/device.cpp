@@ -19,7 +19,7 @@ namespace {
 
 enum class State { RUNNABLE, AT_BLOCK_BARRIER, AT_WARP_BARRIER, OVER };
 
-// An asynchronous copy that was started and has not arrived.
+// An asynchronous copy that was started but has not arrived yet.
 struct AsyncCopy {
     void* to;
     const void* from;
@@ -27,19 +27,20 @@ struct AsyncCopy {
     unsigned group;
 };
 
-// A product of a warpgroup that was started: this thread's part of it.
+// This thread's part of a product of a warpgroup that was started.
 struct WarpgroupProduct {
     float* d;
     unsigned n;
-    // The registers of the left factor and what they held; none if it is in shared memory.
+    // The address of the left factor's registers, and their content at the start. The address is null if the left factor
+    // is in shared memory.
     const unsigned* registers;
     unsigned held[4];
-    // What this thread's rows have in the registers of the warp.
+    // This thread's rows of the left factor, collected from the registers of the warp.
     float left[2][16];
     unsigned long long a, b;
     bool are_columns, adds;
     unsigned group;
-    // What the sums were; empty if the product before has them.
+    // The sums before the product; empty while an earlier product of the same sums is still running.
     std::vector<float> before;
 };
 
@@ -59,11 +60,13 @@ struct Fiber {
     // Copies that have not been waited for, and the number of groups that were closed.
     std::deque<AsyncCopy> copies;
     unsigned groups;
-    // The same of products; and a hash of all of them, which is that of the whole warpgroup.
+    // Products that have not been waited for, the number of groups that were closed, and a hash of all products, which
+    // must be equal in the whole warpgroup.
     std::deque<WarpgroupProduct> products;
     unsigned product_groups;
     unsigned long long history;
-    // Whether registers were fenced since products were last waited for, and shared memory since the last barrier.
+    // `has_fenced_registers`: registers were fenced since products were last waited for. `has_fenced_memory`: shared
+    // memory was fenced since the last barrier.
     bool has_fenced_registers, has_fenced_memory;
 };
 
@@ -77,9 +80,10 @@ struct Device {
     // A deque does not move its elements. This is necessary because a context contains pointers into itself.
     std::deque<Fiber> fibers;
     std::vector<unsigned char> shared;
-    // Shared memory as products of warpgroups see it.
+    // Shared memory as products of warpgroups see it: its content at the last barrier before which all threads had fenced
+    // it.
     std::vector<unsigned char> fenced;
-    // By exchange's parity, then thread.
+    // Indexed by the parity of the exchange's number, and then by thread.
     std::vector<unsigned long long> slots[2];
     std::vector<int> votes[2];
     std::vector<Fragments> fragments[2];
@@ -91,7 +95,8 @@ struct Device {
     static constexpr unsigned STACK_BYTES = 128 << 10;
     static constexpr unsigned GUARD_BYTES = 256;
     static constexpr unsigned char POISON = 0xff;
-    // Where shared memory begins in its window: on a device it is no multiple of 1024 that a kernel may rely on.
+    // The address of shared memory in its window. It is not a multiple of 1024, because kernels may not rely on such an
+    // alignment on a device.
     static constexpr unsigned WINDOW = 1024 + 16;
 
     Fiber& fiber() { return fibers[current]; }
@@ -137,7 +142,7 @@ struct Device {
         } while (release(warp * 32, warp * 32 + 32, State::AT_WARP_BARRIER, false));
     }
 
-    // At a barrier: products see what all threads have fenced.
+    // Called at a barrier. If all threads have fenced shared memory, products see its current content from now on.
     void show_fenced(unsigned count) {
         bool all = true;
         for (unsigned t = 0; t < count; ++t) {
@@ -347,7 +352,7 @@ namespace {
 
 float of_bf16(unsigned bits) { return __uint_as_float(bits << 16); }
 
-// An element of a factor in shared memory.
+// Returns an element of a factor in shared memory.
 float load_factor(const Descriptor& from, unsigned mn, unsigned k, bool is_mn_major) {
     const unsigned address = from.at(mn, k, is_mn_major) - Device::WINDOW;
     if (address + 2 > device.shared.size() - Device::GUARD_BYTES) {
@@ -361,7 +366,7 @@ float load_factor(const Descriptor& from, unsigned mn, unsigned k, bool is_mn_ma
     return of_bf16(seen);
 }
 
-// This thread's sums: of two rows, two columns of every eight.
+// Adds a product to this thread's sums: two rows, and in each row two of every eight columns.
 void finish(const WarpgroupProduct& product, float* sums) {
     const Descriptor a(product.a), b(product.b);
     if (b.is_strange || (!product.registers && a.is_strange)) device.error = "a matrix descriptor that is not modelled";
@@ -407,7 +412,7 @@ void start_product(float* d, unsigned n, const unsigned* registers, unsigned lon
             }
         }
     }
-    // Nobody may look at the sums before they have been waited for.
+    // Poisons the sums, so that a kernel that reads them before it has waited gets NaNs.
     bool is_first = true;
     for (const WarpgroupProduct& other : fiber.products) is_first &= other.d != d;
     if (is_first) {
@@ -425,7 +430,8 @@ void wait_for_products(unsigned but) {
         std::vector<float> sums = product.before;
         if (!product.adds) sums.assign(product.n / 2, 0.0f);
         finish(product, sums.data());
-        // To the next product of the same sums, or to whoever has waited for the last.
+        // If a later product adds to the same sums, the results become that product's initial sums. Otherwise they are
+        // stored in the thread's registers.
         WarpgroupProduct* heir = nullptr;
         for (WarpgroupProduct& other : fiber.products) {
             if (&other != &product && other.d == product.d && !heir) heir = &other;

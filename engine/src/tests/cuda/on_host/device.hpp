@@ -11,7 +11,8 @@
 // - no lane leaves while others exchange values with it, and
 // - nothing is written after the end of the requested shared memory.
 //
-// It cannot show how fast a kernel is, how a compiler for the device translates it, or races within a warp.
+// The simulation does not show how fast a kernel is, how a compiler for the device translates it, or whether threads
+// of a warp race with each other.
 //
 // This file is compiled with every kernel, so it only contains declarations and uses no library. device.cpp is
 // compiled once, and linked to each kernel.
@@ -67,7 +68,7 @@ void __syncwarp();
 int __syncthreads_or(int vote);
 unsigned __ballot_sync(unsigned, int vote);
 
-// Blocks run one after another, so the next block sees everything that earlier blocks have stored.
+// Blocks run one after another, so each block sees everything that earlier blocks have stored.
 static inline void __threadfence() {}
 
 // Increments a counter, which is reset to 0 after it has reached `greatest`. Returns the old value.
@@ -77,7 +78,7 @@ static inline unsigned atomicInc(unsigned* at, unsigned greatest) {
     return before;
 }
 
-// Returns the value that a lane of this warp passes to the same exchange.
+// Returns the value that lane `lane` of this warp passes to the same exchange.
 unsigned long long exchange(unsigned long long own, unsigned lane);
 
 template <typename T>
@@ -113,8 +114,8 @@ static inline float __uint_as_float(unsigned bits) {
 // all lanes.
 void multiply_add(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1);
 
-// ldmatrix.m8n8.x4: every lane provides the address of a row of a matrix, and receives two elements of each of four
-// matrices. These are neighbours in a row or, if `is_transposed`, in a column.
+// ldmatrix.m8n8.x4: every lane provides the address of one row of a matrix, and receives two elements of each of four
+// matrices. The two elements are neighbors in a row or, if `is_transposed`, in a column.
 void load_fragments(unsigned (&to)[4], const void* row, bool is_transposed);
 
 template <typename Half>
@@ -129,7 +130,7 @@ static void load_transposed(unsigned (&to)[4], const Half* row) {
     load_fragments(to, row, true);
 }
 
-// cp.async: the copied bytes only arrive when the thread waits for them.
+// cp.async: the bytes arrive only when the thread waits for the copy.
 void copy_async(void* to, const void* from, unsigned count);
 void close_copies();
 void wait_for_copies(unsigned but);
@@ -139,8 +140,9 @@ static void wait_for_copies() {
     wait_for_copies(BUT);
 }
 
-// wgmma (warpgroup.cuh): a product of a warpgroup with n columns of f32, whose left factor is in registers or described by a. It is computed when it
-// has been waited for, from shared memory as it was at the last barrier before which all threads of the block had fenced it.
+// wgmma (warpgroup.cuh): a product of a warpgroup, with n columns of f32 sums. Its left factor is in registers or, if
+// `registers` is null, described by `a`. The product is computed when the thread waits for it. It reads shared memory as
+// it was at the last barrier before which all threads of the block had fenced it.
 unsigned shared_address(const void* at);
 void fence_shared_memory();
 void fence_registers();

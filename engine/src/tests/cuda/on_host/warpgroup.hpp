@@ -1,14 +1,15 @@
-// Where the elements of a warpgroup's factors lie in shared memory, by their matrix descriptor (PTX ISA, "Asynchronous warpgroup level
-// matrix shared memory layout": strides, matrix descriptor, and the canonical layouts of each swizzling mode).
+// Decodes a matrix descriptor, and computes the addresses of a factor's elements in shared memory (PTX ISA, "Asynchronous
+// warpgroup level matrix shared memory layout": strides, matrix descriptor, and the canonical layouts of each swizzling
+// mode).
 #ifndef GAPLESS_ON_HOST_WARPGROUP
 #define GAPLESS_ON_HOST_WARPGROUP
 
 struct Descriptor {
-    // In bytes: the first element's address in the window of shared memory, and the two distances.
+    // In bytes: the address of the first element in the window of shared memory, the leading distance, and the stride.
     unsigned start, leading, stride;
-    // 0, 1, 2 and 3: none, 128, 64 and 32 bytes.
+    // The swizzling mode. 0 means none; 1, 2 and 3 mean swizzles of 128, 64 and 32 bytes.
     unsigned mode;
-    // What is not modelled, if it is asked for.
+    // True if the descriptor uses features that the simulation does not support.
     bool is_strange;
 
     explicit Descriptor(unsigned long long bits)
@@ -16,19 +17,22 @@ struct Descriptor {
           leading(unsigned(bits >> 16 & 0x3fff) * 16),
           stride(unsigned(bits >> 32 & 0x3fff) * 16),
           mode(unsigned(bits >> 62)),
-          // The base offset, and bits that have no meaning.
+          // True if the base offset, or a bit without a meaning, is not zero.
           is_strange((bits & 0x3fffc000c000c000ull) != 0) {}
 
-    // Bytes of a row of the swizzling pattern.
+    // Returns the number of bytes per row of the swizzling pattern.
     unsigned width() const { return mode == 0 ? 16 : 256u >> mode; }
 
-    // The address of element (mn, k), of 16 bits: mn is a row of a left factor, a column of a right one. `is_mn_major` says along which of
-    // the two elements are neighbours.
+    // Returns the address of element (mn, k), which has 16 bits. mn is the row of a left factor, or the column of a right
+    // factor. Neighboring elements are contiguous along mn if `is_mn_major`, and along k otherwise.
     unsigned at(unsigned mn, unsigned k, bool is_mn_major) const {
         const unsigned along = is_mn_major ? mn : k, across = is_mn_major ? k : mn;
         const unsigned in_row = width() / 2, row = along / in_row, eight = across / 8;
-        // Without a swizzle, rows of 16 bytes have the leading distance along k, and the other along mn. With one it is the other way
-        // round where mn is the major dimension; along k there is one row, which a start within it may leave behind.
+        // Without a swizzle, rows of 16 bytes are the leading distance apart along k, and the stride apart along mn. With
+        // a swizzle:
+        // - If elements are contiguous along mn, the leading distance is along mn and the stride along k.
+        // - If elements are contiguous along k, all elements along k are in one row of the pattern. The descriptor may
+        //   start inside of that row.
         unsigned offset = along % in_row * 2 + across % 8 * width();
         if (mode == 0) {
             offset += is_mn_major ? row * stride + eight * leading : row * leading + eight * stride;
