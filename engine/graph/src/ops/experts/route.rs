@@ -44,8 +44,8 @@ pub enum DropPolicy {
 ///
 /// If tokens choose and the rows with the smallest weights are dropped, input 1 is the weights of the slots.
 ///
-/// Two more inputs are optional. `routed`, f32 [.., tokens], is 0 for padding, which gets no row. `limits`, u32 [tokens
-/// + 1], follows `routed` if there is a capacity. Its entry n is the maximum number of rows that an expert takes from a
+/// Two more inputs are optional. `routed`, f32 [.., tokens], is 0 for padding, which gets no row. `limits`, u32
+/// [tokens + 1], follows `routed` if there is a capacity. Its entry n is the maximum number of rows that an expert takes from a
 /// sequence with n tokens besides padding. No limit exceeds the capacity.
 #[derive(Debug, Clone, Copy)]
 pub struct Route {
