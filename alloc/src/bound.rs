@@ -2,18 +2,19 @@
 
 use crate::{BufferId, Problem};
 
-/// Returns the max-live lower bound in bytes. It ignores alignments, so coarse alignments may force every plan above it.
+/// Returns the max-live lower bound in bytes. The bound ignores alignments, so coarse alignments may force every plan
+/// above the bound.
 pub fn lower_bound(problem: &Problem) -> u64 {
     let most = most_live(problem).map_or(0, |(_, bytes)| bytes);
     u64::try_from(most).expect("Problem::new bounds the live bytes by u64")
 }
 
-/// The first tick at which the most bytes are alive; `None` for an empty problem.
+/// Returns the first tick at which the most bytes are alive, or `None` for an empty problem.
 pub fn peak_tick(problem: &Problem) -> Option<u64> {
     most_live(problem).map(|(tick, _)| tick)
 }
 
-/// The buffers alive at `tick`, in id order.
+/// Returns the buffers alive at `tick`, in id order.
 pub fn live_at(problem: &Problem, tick: u64) -> impl Iterator<Item = BufferId> + '_ {
     problem.ids().filter(move |&id| problem.buffer(id).lifetime.contains(&tick))
 }

@@ -23,7 +23,7 @@ pub enum Order {
 /// A pipeline stage's part of a training step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SyntheticStep {
-    /// The order of its parts.
+    /// The order of the step's parts.
     pub order: Order,
     /// Layers on this rank.
     pub layers: u64,

@@ -18,8 +18,8 @@ use super::request::{ArenaOptions, Request, RequestId, checked};
 use crate::order::sort_by_key;
 use crate::{Buffer, Error, Options, Problem, lower_bound, plan};
 
-/// Number of ranges of each kind that are kept per request. The longest ranges are kept. This bounds the work of a
-/// request at run time.
+/// Most ranges of each kind that are kept per request; the longest ranges are kept. This bounds the work of a request
+/// at run time.
 const RANGES: usize = 16;
 
 /// The requests with their ranges, and the reserve: everything that an [`Arena`](super::Arena) is built from.
@@ -50,10 +50,12 @@ impl ArenaPlan {
     /// # Errors
     /// Returns an error if
     ///
-    /// - a request is unsound, or the requests are not in order of their first tick;
-    /// - `offsets` does not have one entry per buffer, or is not a plan (noticed only if homes are planned);
+    /// - a request has an empty lifetime, an alignment that is not a power of two, or a balanced size above its bound;
+    /// - the requests are not in order of their first tick, or the factor is negative or not finite;
+    /// - `offsets` does not have one entry per buffer;
+    /// - `offsets` is not a plan (this is checked only if homes are planned);
     /// - the base lies inside of the static plan;
-    /// - the sizes leave the address space.
+    /// - addresses would exceed 2^64 - 1.
     pub fn new(
         problem: &Problem,
         offsets: &[u64],
@@ -146,8 +148,8 @@ impl ArenaPlan {
         (0..self.requests.len() as u32).map(RequestId)
     }
 
-    /// Returns the bytes promised to a request, or `None` if the reserve promises nothing. The bytes are available if
-    /// all requests of the step so far stayed within their promises.
+    /// Returns the promised size of a request in bytes, or `None` if the reserve promises nothing. A request of this
+    /// size always finds room while no request of the step has exceeded its promised size.
     pub fn promised(&self, id: RequestId) -> Option<u64> {
         self.places[id.index()].home.as_ref().map(|home| home.end - home.start)
     }
@@ -179,12 +181,12 @@ impl ArenaPlan {
         ticks.end - ticks.start > self.long
     }
 
-    /// Ranges that avoid the homes of other requests; empty if the reserve promises nothing.
+    /// The ranges of a request that avoid the homes of other requests; empty if the reserve promises nothing.
     pub(super) fn spare_ranges(&self, id: RequestId) -> &[Range<u64>] {
         self.slice(&self.places[id.index()].spare)
     }
 
-    /// Ranges that the static plan leaves idle.
+    /// The ranges of a request that the static plan leaves idle.
     pub(super) fn idle_ranges(&self, id: RequestId) -> &[Range<u64>] {
         self.slice(&self.places[id.index()].idle)
     }

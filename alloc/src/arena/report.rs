@@ -45,7 +45,7 @@ impl ArenaReport {
         if served == 0 { 1.0 } else { self.reused_bytes as f64 / served as f64 }
     }
 
-    /// High-water mark ÷ most bytes in use; 1 means that the reserve has no gaps.
+    /// High-water mark ÷ most bytes in use; 1 means that the reserve has no gaps, or that the reserve was never in use.
     pub fn fragmentation(&self) -> f64 {
         if self.most_live_bytes == 0 { 1.0 } else { self.high_water_bytes as f64 / self.most_live_bytes as f64 }
     }

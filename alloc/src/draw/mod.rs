@@ -2,7 +2,7 @@
 //!
 //! In: a problem, its offsets, one label per buffer, and the phases of the step. Out: the map as text for a terminal,
 //! as SVG for a page of documentation, or as one self-contained HTML page to explore, and a [`Summary`] in figures. The
-//! output depends on nothing but this input. The plan is not checked here; [`check`](crate::check()) does that.
+//! output depends only on this input. The plan is not checked here; [`check`](crate::check()) does that.
 //!
 //! Time runs from left to right and addresses from bottom to top. A tensor is called *persistent* when it is alive at
 //! every tick of the map, whatever its role. Persistent tensors are hatched in pictures, and capital letters in text.
@@ -138,7 +138,8 @@ impl<'a> MemoryMap<'a> {
         html::render(self)
     }
 
-    /// Summarizes the plan in figures. Of the tensors alive at the peak tick, only the `largest` many are listed.
+    /// Summarizes the plan in figures. The summary lists at most `largest` tensors: the largest of those alive at the
+    /// peak tick.
     pub fn summary(&self, largest: usize) -> Summary {
         summary::summarize(self, largest)
     }

@@ -1,7 +1,7 @@
 //! The map as characters: a letter per role, the live bytes below the map, and a legend at the bottom.
 //!
-//! A cell shows the role that covers most of it, or `·` if more than half of the cell is free. So a thin buffer may not
-//! show at all; the legend counts it nevertheless.
+//! A cell shows the role that covers most of the cell, or `·` if more than half of the cell is free. So a thin buffer
+//! may not show at all; the legend counts such a buffer nevertheless.
 
 use super::curve::split;
 use super::palette::look;
