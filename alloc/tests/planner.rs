@@ -94,8 +94,8 @@ generated! {
         prop_assert!(may_miss || solution.proof == Proof::MaxLive, "{:?}", solution.proof);
     }
 
-    /// Every part gets a plan, however small the budget is, and however many parts come after the one on which it was
-    /// spent.
+    /// Every part gets a plan, however small the budget is, and however many parts come after the part on which the
+    /// budget was spent.
     #[test]
     fn any_budget_gives_a_plan(
         list in prop_oneof![
@@ -241,8 +241,8 @@ fn constrained(mut list: Vec<Buffer>, pins: &[(prop::sample::Index, u64)], fence
     fences.iter().try_fold(problem, |problem, &(start, bytes)| problem.forbid(start..start + bytes).ok())
 }
 
-/// Two steps whose planning uses random choices. One plan meets its bound; the other planning run (so far) spends all
-/// its work.
+/// Two steps whose planning uses random choices. The plan of one step meets its bound; so far, planning the other step
+/// spends all its work.
 #[test]
 fn chance_does_not_depend_on_threads() {
     for stages in [1, 2] {
@@ -354,7 +354,7 @@ fn short_lived_members_leave_their_bytes_to_others() {
     }
 }
 
-/// The given order of members would need an address between 8 and 12; another order doesn't.
+/// The given order of members would need an address between 8 and 12. The members fit in another order.
 #[test]
 fn an_order_is_chosen_that_alignments_allow() {
     let list = vec![Buffer::new(0..2, 4), Buffer::new(0..2, 8).aligned(8), Buffer::new(0..2, 4)];

@@ -76,7 +76,8 @@ impl Bfc {
         Some(address)
     }
 
-    /// Takes one more region from the device that can hold `bytes`. Returns false if the device does not have it.
+    /// Takes one more region, which can hold `bytes`, from the device. Returns false if the limit or the device does
+    /// not allow such a region.
     fn extend(&mut self, bytes: u64) -> bool {
         let available = (self.limit - self.statistics.reserved.current) / GRAIN * GRAIN;
         if bytes > available {
@@ -101,7 +102,7 @@ impl Bfc {
     }
 
     /// Returns all regions that are entirely free to the device, if that can make room for `bytes`. Returns true if it
-    /// did.
+    /// has returned them.
     fn release_free_regions(&mut self, bytes: u64) -> bool {
         let unused = |(&address, &size): (&u64, &u64)| {
             let first = self.chunks[&address];

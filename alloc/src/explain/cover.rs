@@ -15,9 +15,9 @@ use crate::order::sort_by_key;
 /// An interval that may be chosen for a cover.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Candidate {
-    /// Places at which it helps.
+    /// Places at which the candidate helps.
     pub span: Range<usize>,
-    /// Bytes that it gives at each of them.
+    /// Bytes that the candidate gives at each of these places.
     pub bytes: u64,
 }
 

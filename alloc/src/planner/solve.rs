@@ -12,7 +12,8 @@ use crate::order::sort_by_key;
 /// The heights at which the plan of a part aims.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Goal {
-    /// The bound of the whole problem. A lower plan of this part would not lower the whole.
+    /// The bound of the whole problem. A plan of this part below that height would not lower the plan of the whole
+    /// problem.
     pub ceiling: u64,
     /// The height that suffices. Searches don't try to get lower.
     pub enough: u64,
@@ -34,7 +35,7 @@ pub(crate) struct Solver<'p> {
     pub best: Option<Placement>,
     /// Proven lower bound: no plan is lower than this.
     pub proven: u64,
-    /// Number of placements that were tried, including halves.
+    /// Number of placements that were tried, including placements of one half of time.
     pub placements: u64,
     /// Plans that are being repaired, the lowest first.
     repairs: Vec<Ejection<'p>>,
@@ -63,8 +64,8 @@ enum Method {
     Search,
 }
 
-/// The steps after plain sweeps. The first ones settle most parts; the later ones repeat them with more work. Each
-/// number is a divisor: the step may spend that fraction of the remaining work.
+/// The steps after plain sweeps. The first steps settle most parts; the later ones repeat them with more work. Each
+/// number is a divisor: with 64, the step may spend a 64th of the remaining work.
 const METHODS: [(u64, Method); 12] = [
     (64, Method::Repair),
     (22, Method::Backtracking),
@@ -119,9 +120,9 @@ pub(crate) struct Outcome {
     pub placements: u64,
 }
 
-/// Plans every part. Each part first gets a plan; then the parts that miss their goals share the work equally. A bound
-/// that is proven for one part raises the height that suffices for the others. Returns the outcomes in the order of the
-/// parts.
+/// Plans every part and returns the outcomes in the order of the parts. First, each part gets a plan. Then the parts
+/// that miss their goals share the work equally. A bound that is proven for one part raises the height that suffices
+/// for the others.
 ///
 /// `aim` and `enough` are heights of the whole problem. A plan below `aim` gains nothing, and searches don't try to get
 /// below `enough`.
@@ -232,8 +233,8 @@ impl<'p> Solver<'p> {
     }
 
     /// Bisects the range between the proven bound and the best height, with a search and a repair at each height. If
-    /// both fail, the part of the range above that height is next. Once that part is small, the whole range is tried
-    /// again with twice the work per height.
+    /// both fail, the bisection goes on in the part of the range above that height. Once that part is small, the whole
+    /// range is tried again with twice the work per height.
     fn close_in(&mut self, budget: &mut Budget) {
         let Some(best) = &self.best else { return };
         let mut repair = self.repairs.pop().or_else(|| self.start_repair(&best.offsets, budget));
@@ -261,9 +262,9 @@ impl<'p> Solver<'p> {
         }
     }
 
-    /// Sweeps with backtracking. The first ceiling is the goal itself. Each further one lies halfway between the lowest
-    /// height missed and the best plan. If one of these is met, the rest of the budget goes to the goal. If the first
-    /// two of them are missed, the rest is left to other steps.
+    /// Sweeps with backtracking. The first ceiling is the goal itself. Each further ceiling lies halfway between the
+    /// highest ceiling missed so far and the best plan. After the last ceiling, the rest of the budget goes to the
+    /// goal. If the first two further ceilings are both missed, the rest of the budget is left to other steps.
     fn backtrack_down(&mut self, budget: &mut Budget) {
         let grain = self.part.grain;
         let (mut lowest, mut is_any_met) = (self.goal.enough, false);

@@ -35,7 +35,7 @@ pub struct Comparison {
     pub pictures: bool,
     /// Options of the planner for [`Kind::Gapless`].
     pub planner: Options,
-    /// An existing plan for [`Kind::Gapless`]; `None` to make one.
+    /// An existing plan for [`Kind::Gapless`]. With `None`, the comparison makes a plan.
     pub plan: Option<Solution>,
 }
 
@@ -59,7 +59,7 @@ impl Default for Comparison {
 pub struct Compared {
     /// One entry per allocator.
     pub allocators: Vec<Entry>,
-    /// The most bytes alive at once, before an allocator rounds them.
+    /// The most bytes alive at once, before any rounding by an allocator.
     pub peak_live: u64,
     /// Number of times that the step was repeated.
     pub iterations: u64,

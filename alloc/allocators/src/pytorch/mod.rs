@@ -69,7 +69,7 @@ impl PyTorch {
         &mut self.device
     }
 
-    /// Searches a block in every way that the allocator has, in order. Returns `None` if all of them fail.
+    /// Searches for a block in all ways that the allocator has, in order. Returns `None` if all of them fail.
     fn find_block(&mut self, request: &Request) -> Option<BlockId> {
         if let Some(block) = self.take_free_block(request) {
             return Some(block);
@@ -142,7 +142,7 @@ impl PyTorch {
         Some(self.blocks.create_segment(request.stream, request.pool, address, request.segment_bytes))
     }
 
-    /// True if the rest of a block is split off. If it is false, the whole block is handed out.
+    /// True if the rest of a block is split off; otherwise the whole block is handed out.
     fn splits(&self, request: &Request, found: BlockId) -> bool {
         let remaining = self.blocks.get(found).bytes - request.bytes;
         if request.pool == PoolKind::Small || self.options.expandable_segments {
@@ -178,8 +178,9 @@ impl PyTorch {
         }
     }
 
-    /// With `max_split_size_mb`, frees one oversized block that is large enough for the request. If there is none,
-    /// frees as many of the largest oversized blocks as needed. Returns true if enough was freed.
+    /// If `max_split_size_mb` is set, frees one oversized block that is large enough for the request. If no block is
+    /// that large, frees as many of the largest oversized blocks as needed. Returns true if enough was freed, and false
+    /// if the option is not set.
     fn release_oversized(&mut self, request: &Request) -> bool {
         let limit = self.options.max_split_bytes;
         if limit == u64::MAX {

@@ -102,8 +102,8 @@ impl StAlloc {
         self.plan.bytes.saturating_add(self.plan.small_blocks * GRAIN)
     }
 
-    /// Returns the address of the pool, which is taken from the device first if that has not been done yet. Returns
-    /// `None` if the device does not have the bytes.
+    /// Returns the address of the static pool, or `None` if the device does not have the bytes. The first call takes
+    /// the pool from the device.
     fn pool(&mut self) -> Option<u64> {
         let bytes = self.pool_bytes();
         if self.pool.is_none() && bytes > 0 {
@@ -115,8 +115,8 @@ impl StAlloc {
         Some(self.pool.unwrap_or_default())
     }
 
-    /// Returns the planned offset of the next request. Returns `None` if its size is not the planned one or the bytes
-    /// are not free.
+    /// Returns the planned offset of the next request. Returns `None` if the request does not have the planned size, or
+    /// if the bytes at the planned offset are not free.
     fn planned_offset(&mut self, bytes: u64) -> Option<u64> {
         if bytes <= self.plan.small {
             return self.small.pop();

@@ -160,7 +160,7 @@ impl Case<'_> {
                     as Box<dyn Allocator>
             })
         };
-        // STAlloc's planner has two algorithms, of which the better result counts.
+        // STAlloc's planner has two algorithms; the better of their results counts.
         let ways = [&[][..], self.phases].into_iter().take(if self.phases.is_empty() { 1 } else { 2 });
         let stalloc = ways.map(stalloc).min_by_key(|r| r.reserved).expect("there is one");
         [stalloc, pytorch(PyTorchOptions::default()), pytorch(PyTorchOptions::expandable())]

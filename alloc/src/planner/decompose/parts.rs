@@ -3,11 +3,11 @@
 //! In: a checked [`Problem`]. Out: [`Part`]s that can be planned separately and whose plans add up to a plan of the
 //! whole. Never: a decision that could cost height. All four steps are exact:
 //!
-//! 1. Sizes are rounded up to the greatest common divisor of the alignments, since no buffer can start in between
-//!    (unless a forbidden range does). If an alignment divides all sizes and pins, every stack of buffers satisfies it,
-//!    and it is dropped.
-//! 2. Each group becomes one item, as if all its members lived as long as the group (`features/groups.rs` plans groups
-//!    whose members don't).
+//! 1. Sizes are rounded up to the greatest common divisor of the alignments, since no buffer can start between two
+//!    multiples of this divisor. A forbidden range can, so a problem with forbidden ranges keeps its sizes. If an
+//!    alignment divides all sizes and pins, every stack of buffers satisfies this alignment, and it is dropped.
+//! 2. Each group becomes one item, as if all its members lived as long as the group. If members live differently,
+//!    `features/groups.rs` plans the group.
 //! 3. Ticks become *cliques*: the maximal sets of buffers alive together, numbered in order of time. Two buffers
 //!    overlap in time exactly when they share a clique. Between two cliques, the order of births and deaths doesn't
 //!    matter.
@@ -270,7 +270,7 @@ impl Table {
     }
 }
 
-/// Steps 1 and 2. Buffers of zero bytes are left out.
+/// Steps 1 and 2 of this module's list. Buffers of zero bytes are left out.
 fn table(problem: &Problem, rounded: bool) -> Table {
     let count = problem.len() + problem.groups().len();
     let (lifetimes, items, sources) = (Vec::with_capacity(count), Vec::with_capacity(count), Vec::with_capacity(count));
@@ -320,7 +320,7 @@ pub(crate) fn gcd(mut a: u64, mut b: u64) -> u64 {
     a
 }
 
-/// Step 3: sets the `start` and `end` of the items and returns the number of cliques.
+/// Step 3 of this module's list: sets the `start` and `end` of the items and returns the number of cliques.
 pub(crate) fn in_cliques(lifetimes: &[(u64, u64)], items: &mut [Item]) -> u32 {
     let last = lifetimes.iter().map(|l| l.1).max().unwrap_or(0);
     // Small numbers stand for the ticks: the ticks themselves if these are small, otherwise their ranks.
@@ -338,7 +338,7 @@ pub(crate) fn in_cliques(lifetimes: &[(u64, u64)], items: &mut [Item]) -> u32 {
     items.par_iter_mut().zip(lifetimes).for_each(|(item, lifetime)| {
         (item.start, item.end) = (rank(lifetime.0) as u32, rank(lifetime.1) as u32);
     });
-    // A clique is complete when a death follows a birth.
+    // A clique is complete when a death comes after a birth.
     let (mut births, mut deaths) = (vec![false; count], vec![false; count]);
     for item in items.iter() {
         births[item.start as usize] = true;

@@ -27,9 +27,9 @@ pub(crate) struct Region {
     pub members: Vec<u32>,
 }
 
-/// Returns the regions of a part, those whose bytes are in use for longest first. If `whole`, sizes also share a region
-/// when that avoids leaving items out. Returns no regions if the part has pins or alignments, if no partner is found
-/// for a class that needs one, or if the budget is spent.
+/// Returns the regions of a part. The regions whose bytes are in use for longest come first. If `whole`, sizes also
+/// share a region when that avoids leaving items out. Returns no regions if the part has pins or alignments, if no
+/// partner is found for a class that needs one, or if the budget is spent.
 pub(crate) fn regions(part: &Part, whole: bool, budget: &mut Budget) -> Vec<Region> {
     if !part.is_free() {
         return Vec::new();
@@ -119,10 +119,11 @@ impl Class {
         self.at_full.iter_mut().zip(other.at_full).for_each(|(bytes, more)| *bytes += more);
     }
 
-    /// Chooses the partner that this class shares its region with. A good partner makes the class level; if `whole`, the
-    /// two together must also never need more bytes between the fullest cliques. Without a good partner, a class that is
-    /// not level takes the first candidate. Candidates are sizes, the coarsest common grid first, then classes, those of
-    /// the smallest items first.
+    /// Chooses the partner that this class shares its region with. A good partner makes the class level. If `whole`,
+    /// the two together must also never need more bytes between the fullest cliques than at them. Without a good
+    /// partner, a class that is not level takes the first candidate, and a level class gets `None`. Also returns `None`
+    /// if there are no candidates. The candidates are the sizes, those with the coarsest common grid first, and then
+    /// the classes, those of the smallest items first.
     fn partner(&self, part: &Part, whole: bool, sizes: &[Self], classes: &[Self]) -> Option<Partner> {
         let mut by_grid: Vec<usize> = (0..sizes.len()).collect();
         sort_by_key(&mut by_grid, |&index| Reverse((gcd(self.grid, sizes[index].grid), sizes[index].grid)));
@@ -143,8 +144,8 @@ impl Class {
         first.filter(|_| !self.is_level())
     }
 
-    /// Returns the region of the class. Wherever more bytes are alive than at the fullest cliques, the shortest-lived
-    /// items are left out.
+    /// Returns the region of the class. Wherever more bytes of the class are alive than at the fullest cliques, the
+    /// shortest-lived items are left out.
     fn trimmed(self, whole: &Part, full: &[u32]) -> Region {
         let items: Vec<Item> = self.members.iter().map(|&i| whole.items[i as usize]).collect();
         let room = self.at_full[0];

@@ -12,7 +12,7 @@ use crate::order::sort_by_key;
 /// Indices grouped by a small key.
 #[derive(Debug, Clone)]
 pub(crate) struct Buckets {
-    /// Index of each key's first entry, and finally the number of entries.
+    /// For each key, the index of the key's first entry. The number of all entries follows at the end.
     pub starts: Vec<u32>,
     pub entries: Vec<u32>,
 }

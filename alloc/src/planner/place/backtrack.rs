@@ -48,11 +48,11 @@ const SMALL_SHARE: u64 = 64;
 /// Prices that add up to the score of a place.
 #[derive(Debug, Clone, Copy)]
 struct Weights {
-    /// Price per sixteenth of a power of two of the time between an item's death and its neighbour's.
+    /// Price per sixteenth of a doubling of the time between an item's death and its neighbour's death.
     lifetime_mismatch: u64,
-    /// Price of a place that does not fill its range.
+    /// Price of a place that does not fill its free range.
     remainder: u64,
-    /// Price for each time that the item would also fit into the rest of the range, up to four times.
+    /// Price for each time that the item would also fit into the rest of the free range, up to four times.
     room: u64,
     /// Largest noise that is added to a price after a retreat.
     noise: u64,
@@ -60,7 +60,7 @@ struct Weights {
     noisy_places: u64,
 }
 
-/// Weights that attempts use in turn. For each of them, there are problems on which it is the best.
+/// Weights that attempts use in turn. Each of the five is the best one on some problems.
 const WEIGHTS: [Weights; 5] = [
     Weights { lifetime_mismatch: 13, remainder: 1000, room: 300, noise: 12_000, noisy_places: 100 },
     Weights { lifetime_mismatch: 13, remainder: 1000, room: 300, noise: 12_000, noisy_places: 40 },
@@ -76,7 +76,8 @@ const UNLIKE: u64 = 4_000;
 const WORK_PER_BIRTH: u64 = 4;
 
 impl Solver<'_> {
-    /// Runs attempts until one ends at or below `ceiling` or the budget is spent. Returns true if one did.
+    /// Runs attempts until one of them ends at or below `ceiling` or the budget is spent. Returns true if an attempt
+    /// ended there.
     pub fn backtrack(&mut self, ceiling: u64, budget: &mut Budget) -> bool {
         let part = self.part;
         let peaks = part.fullest_cliques();
@@ -89,10 +90,11 @@ impl Solver<'_> {
         })
     }
 
-    /// Runs attempts by number, in waves that run in parallel. It ends when an attempt finds offsets, or when less than
-    /// `work_per_item` for each item is left for one more attempt. Returns true if an attempt succeeded. Of several
-    /// that do, the one with the lowest number counts, so that the result is the same on every machine. The pair is the
-    /// size of the first wave and the largest size; each wave is twice as large as the one before.
+    /// Runs attempts by number, in waves that run in parallel, until an attempt finds offsets. Also ends when the
+    /// budget that is left for one more attempt is less than `work_per_item` for each item. Returns true if an attempt
+    /// succeeded. If several attempts of a wave succeed, the attempt with the lowest number counts, so that the result
+    /// is the same on every machine. The pair has the size of the first wave and the largest size; each wave is twice
+    /// as large as the one before.
     pub(super) fn attempt(
         &mut self,
         numbers: Range<u64>,
@@ -104,7 +106,7 @@ impl Solver<'_> {
         let whole_way = self.part.items.len() as u64 * work_per_item;
         let mut number = numbers.start;
         while number < numbers.end {
-            // If the budget doesn't suffice for the whole wave, fewer attempts run, so that each can get to the end.
+            // If the budget doesn't suffice for the whole wave, fewer attempts run, so that each of them can finish.
             let here = wave.min(budget.left() / whole_way.max(1)).min(numbers.end - number);
             if here == 0 || budget.stopped().is_some() {
                 return false;
@@ -161,8 +163,9 @@ struct Attempt<'s> {
 }
 
 impl<'s> Attempt<'s> {
-    /// Starts from one of the fullest cliques, `peaks`: the middle one, or the one at the end, so that all other
-    /// fullest cliques lie on the side that is planned first. In four of eight attempts, small items are kept apart.
+    /// Creates attempt number `number`, which starts from one of the fullest cliques, `peaks`. This is the middle one,
+    /// or the first or last one, so that all other fullest cliques lie on the side of time that is planned first. In
+    /// four of eight attempts, small items are kept apart.
     fn new(solver: &'s Solver<'s>, ceiling: u64, peaks: &[u32], small_below: u64, number: u64) -> Self {
         let (which, is_backward) = match number % 4 {
             0 => (peaks.len() - 1, true),

@@ -66,8 +66,8 @@ impl Lots {
         self.0.iter().map(|lot| (lot.root, lot.bytes))
     }
 
-    /// A hash of the lots at a clique. It doesn't depend on the order of the lots, and all dead lots of one size count
-    /// the same. `seen` maps the clique before which a lot's owner dies to a coarser time.
+    /// Returns a hash of the lots at a clique. The hash doesn't depend on the order of the lots, and treats all dead
+    /// lots of one size alike. `seen` maps the clique before which a lot's owner dies to a coarser time.
     pub fn key(&self, clique: u32, seen: impl Fn(u32) -> u32) -> u64 {
         self.0.iter().fold(0, |key: u64, lot| {
             let leaves = if lot.dies_before <= clique { 0 } else { 1 + u64::from(seen(lot.dies_before)) };

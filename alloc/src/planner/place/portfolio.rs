@@ -1,10 +1,10 @@
 //! Sweeps with many policies. The cheap policies that often succeed come first.
 //!
-//! 1. Outwards from the fullest clique, whose items fill the arena without a gap in any order. The two halves of time
-//!    are independent, so the best sweep of each half becomes part of the plan.
-//! 2. From the edges of time, forward and backward.
-//! 3. Around the long-lived items, which are placed first.
-//! 4. [Squeaky wheel](squeaky_wheel): items that end above the ceiling are placed first in the next sweep.
+//! 1. Sweeps outwards from the fullest clique, whose items fill the arena without a gap in any order. The two halves of
+//!    time are independent, so the best sweep of each half becomes part of the plan.
+//! 2. Sweeps from the edges of time, forward and backward.
+//! 3. Sweeps around the long-lived items, which are placed first.
+//! 4. [Squeaky-wheel](squeaky_wheel) sweeps: items that end above the ceiling are placed first in the next sweep.
 
 use std::cmp::Reverse;
 
@@ -34,7 +34,7 @@ const FIRST_WAVE: usize = 2;
 /// Sweeps of a learning chain.
 const ROUNDS: u32 = 12;
 
-/// A choice of the free range for each item, and of the order of items that are born together.
+/// The rules by which a sweep chooses a free range for each item, and an order for items that are born together.
 #[derive(Debug, Clone, Copy)]
 struct Policy {
     /// An item alive in at least this many cliques counts as long.
@@ -102,7 +102,7 @@ impl Solver<'_> {
         self.sweep_outwards(ROUNDS, budget);
     }
 
-    /// Makes a plan even when the work is spent: each birth gets the lowest place. No plan results only if the address
+    /// Makes a plan even when the work is spent: each birth gets the lowest place. There is no plan only if the address
     /// space is too small or pins overlap.
     fn settle(&mut self, budget: &mut Budget) {
         for is_backward in [false, true] {

@@ -52,7 +52,7 @@ impl Occupied {
         lowest_gap(taken, item.bytes, item.alignment)
     }
 
-    /// The ranges taken in any of the item's cliques, ascending by their first byte. They may overlap.
+    /// Returns the ranges taken in any of the item's cliques, ascending by their first byte. The ranges may overlap.
     pub fn taken(&mut self, item: Item, budget: &mut Budget) -> &[(u64, u64)] {
         self.met.clear();
         let mut nodes = 0;

@@ -5,7 +5,7 @@
 
 use crate::planner::decompose::parts::Item;
 
-/// The free range that an item takes, and the end of that range.
+/// The free range that an item takes, and the end of that range at which the item is placed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Fit {
     /// The lowest place.

@@ -23,7 +23,7 @@ use crate::planner::mix::mix;
 use crate::planner::space::by_time::{ByTime, Rectangle};
 use crate::planner::space::lowest_gap;
 
-/// Steps without a lighter pool after which the search goes back to the lightest one.
+/// Steps without a lighter pool after which the search goes back to the state with the lightest pool.
 const PATIENCE: u32 = 300;
 
 /// Price of an item that cannot be moved. It exceeds the prices of all other items together.
@@ -116,7 +116,7 @@ impl<'p> Ejection<'p> {
         Some(ejection)
     }
 
-    /// Lowers the plan towards the goal until the budget is spent. A further call continues from there.
+    /// Lowers the plan towards the goal until the budget is spent. A further call continues where this one ended.
     pub fn descend(&mut self, budget: &mut Budget) {
         let mut descent = self.descent;
         descent.run(self.plan.height, budget, |ceiling, budget| {

@@ -71,11 +71,11 @@ impl Obstacles {
         }
     }
 
-    /// Returns the cheapest place below the ceiling, or `None` if pins leave no place. Of several free places, it is
-    /// the one in the tightest hole. If no place is free, it is a random one of the cheapest.
+    /// Returns the cheapest place below the ceiling, or `None` if pins leave no place. Of several free places, returns
+    /// the place in the tightest hole. If no place is free, returns a random one of the cheapest places.
     ///
-    /// The price changes only where an edge of the item meets an edge of a neighbour. So only the places right on top
-    /// of a neighbour and right below one need to be tried.
+    /// The price changes only where an edge of the item meets an edge of a neighbour. So only two kinds of places need
+    /// to be tried: right on top of a neighbour, and right below a neighbour.
     pub fn cheapest(&self, bytes: u64, alignment: u64, ceiling: u64, random: u64) -> Option<Choice> {
         let last = ceiling.checked_sub(bytes)?;
         let last = last - last % alignment;

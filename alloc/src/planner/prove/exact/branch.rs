@@ -82,7 +82,8 @@ impl<'p> Search<'p> {
         Self { rank, ..self.clone() }
     }
 
-    /// Goes back to the root. Failures and states known to fail are kept.
+    /// Goes back to the root. The states known to fail are kept, and the numbers of failures seen in each clique are
+    /// halved.
     pub fn restart(&mut self) {
         self.state.undo(0);
         self.conflicts.iter_mut().for_each(|c| *c = c.div_ceil(2));
@@ -230,7 +231,8 @@ impl<'p> Search<'p> {
         best.map(|(_, place)| place)
     }
 
-    /// Looks at every clique of the valley `[a, b)` and updates `best`. Returns false if one of them has no case.
+    /// Looks at every clique of the valley `[a, b)` and updates `best`. Returns false if one of these cliques has no
+    /// case.
     fn valley(&mut self, a: u32, b: u32, best: &mut Option<(Score, BranchPoint)>) -> bool {
         let floor = self.state.floor[a as usize];
         let mut count = vec![0u32; (b - a) as usize];
