@@ -47,7 +47,8 @@ fn place(path: &str) -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// Describes the most memory that the process has used so far; it is `unknown` if the system does not report it.
+/// Describes the most memory that the process has used so far. The text says `unknown` if the system does not report
+/// this.
 fn most_memory() -> String {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap_or("unknown");

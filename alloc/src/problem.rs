@@ -135,9 +135,8 @@ impl Problem {
 
     /// The same problem with `members` one after another in address order, each starting where the one before ends.
     ///
-    /// # Errors
-    /// Returns [`Error::Group`] if a member does not exist or already belongs to a group, if the sizes before a member
-    /// put it off its alignment, or if the pins of two members contradict each other.
+    /// # Errors Returns [`Error::Group`] if a member does not exist or already belongs to a group, if the sizes before
+    /// a member violate the member's alignment, or if the pins of two members contradict each other.
     pub fn contiguous(self, members: Vec<BufferId>) -> Result<Self, Error> {
         self.grouped(members, false)
     }

@@ -1,5 +1,5 @@
-//! Checks of the online arena. Two checkers examine the addresses that it serves, and a slow reference implementation
-//! repeats its placement.
+//! Checks of the online arena. Two checkers examine the addresses that the arena serves, and a slow reference
+//! implementation repeats every placement.
 
 use std::ops::Range;
 

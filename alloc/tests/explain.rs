@@ -88,7 +88,7 @@ generated! {
     }
 }
 
-/// If a step exceeds its capacity by little, few changes suffice, and they are proven to be the fewest.
+/// If a step exceeds its capacity by little, few changes suffice, and the explanation proves that fewer changes don't.
 #[test]
 fn remedies_of_steps_are_proven_smallest() {
     let base = SyntheticStep { layers: 2, persistent: true, ..SyntheticStep::default() };

@@ -366,7 +366,7 @@ fn an_order_is_chosen_that_alignments_allow() {
     assert!(error.to_string().contains("misses its alignment"), "{error}");
 }
 
-/// A buffer of zero bytes also stays where it is pinned, and with its group.
+/// A buffer of zero bytes, too, stays at its pin and in its place in a group.
 #[test]
 fn empty_buffers_stay_at_their_pins() {
     let list =

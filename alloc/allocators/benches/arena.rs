@@ -1,5 +1,5 @@
-//! Measures the cost of a request and its release, and compares it with a model of PyTorch's caching allocator in the
-//! same run.
+//! Measures the time of a request and its release in the arena, and in the same run that of a model of PyTorch's
+//! caching allocator.
 //!
 //! `cargo bench -p gapless-allocators --bench arena`
 

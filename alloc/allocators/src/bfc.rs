@@ -101,8 +101,8 @@ impl Bfc {
         true
     }
 
-    /// Returns all regions that are entirely free to the device, if that can make room for `bytes`. Returns true if it
-    /// has returned them.
+    /// Returns all regions that are entirely free to the device, if that can make room for `bytes`. Returns true if
+    /// regions were returned.
     fn release_free_regions(&mut self, bytes: u64) -> bool {
         let unused = |(&address, &size): (&u64, &u64)| {
             let first = self.chunks[&address];

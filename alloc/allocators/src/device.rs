@@ -35,7 +35,7 @@ pub struct Device {
 }
 
 impl Device {
-    /// The largest capacity. Larger devices behave as if they had this size, so that there are always enough addresses.
+    /// The largest capacity. A larger device is treated as one of this size, so that there are always enough addresses.
     pub const LARGEST: u64 = 1 << 48;
 
     /// 80 GiB, the size of the device on which the recordings were made.

@@ -49,7 +49,7 @@ fn reserves_at_most_what_the_best_of_the_others_does() {
     });
 }
 
-/// Checks the bytes that each policy reserves for this step, and that it keeps its promises.
+/// Checks the bytes that each policy reserves for this step, and that the policy keeps its promises.
 fn promises(recorded: &Recorded, offsets: &[u64], bytes: &[u64]) {
     for reserve in [Reserve::Balanced { factor: 1.0 }, Reserve::Balanced { factor: 1.25 }, Reserve::Worst] {
         let options = ArenaOptions::with_reserve(reserve);

@@ -11,8 +11,9 @@ use crate::Lifetime;
 
 /// The tick at which each address is used next, for a sweep that goes back in time.
 ///
-/// A rectangle is painted when the sweep passes its last tick. From then on, its addresses are next used at its first
-/// tick. Since rectangles don't overlap, the one painted last is the nearest in time.
+/// A rectangle is painted when the sweep passes the rectangle's last tick. From then on, the next use of the
+/// rectangle's addresses is at the rectangle's first tick. Since rectangles don't overlap, the rectangle that was
+/// painted last is the nearest in time.
 #[derive(Debug, Clone)]
 pub(super) struct NextUse {
     /// The tick of the next use, keyed by the first address of a range. Each range extends to the next key.

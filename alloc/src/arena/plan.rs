@@ -1,13 +1,13 @@
-//! Everything that is decided about the requests before the step runs.
+//! The plan of an arena: everything that is decided about the requests before the step runs.
 //!
 //! In: the static plan and the requests. Out: the address ranges that each request may use, and the size of the
 //! reserve. Never: the size of a request, which only the run determines.
 //!
 //! If the reserve promises sizes ([`Reserve::Balanced`], [`Reserve::Worst`]), every request gets a *home*: the planner
 //! places all requests at their promised sizes, with the static buffers pinned at their offsets. A request then has two
-//! kinds of ranges. *Idle* ranges are unused by the static plan for the request's whole lifetime. *Spare* ranges also
-//! avoid the homes of requests that start during that lifetime. [`Arena`](super::Arena) explains why a step within its
-//! promises never overflows.
+//! kinds of ranges. *Idle* ranges are addresses that the static plan leaves unused for the request's whole lifetime.
+//! *Spare* ranges also avoid the homes of requests that start during that lifetime. [`Arena`](super::Arena) explains
+//! why a step within its promises never overflows.
 //!
 //! [`Reserve::Balanced`]: super::Reserve::Balanced [`Reserve::Worst`]: super::Reserve::Worst
 

@@ -4,8 +4,8 @@
 //! as SVG for a page of documentation, or as one self-contained HTML page to explore, and a [`Summary`] in figures. The
 //! output depends only on this input. The plan is not checked here; [`check`](crate::check()) does that.
 //!
-//! Time runs from left to right and addresses from bottom to top. A tensor is called *persistent* when it is alive at
-//! every tick of the map, whatever its role. Persistent tensors are hatched in pictures, and capital letters in text.
+//! Time runs from left to right and addresses from bottom to top. A tensor of any role is called *persistent* if it is
+//! alive at every tick of the map. Persistent tensors are hatched in pictures, and shown as capital letters in text.
 
 mod curve;
 #[cfg(feature = "page")]

@@ -22,8 +22,8 @@ pub(super) struct Candidate {
 }
 
 impl Candidate {
-    /// Returns the value of this candidate at `place`: its bytes (no more than are `lacking` at `place`) times the
-    /// number of places that its span has from `place` on.
+    /// Returns the value of this candidate at `place`: the candidate's bytes, at most `lacking`, times the number of
+    /// places of the span from `place` on.
     fn gives(&self, place: usize, lacking: u64) -> u128 {
         u128::from(self.bytes.min(lacking)) * (self.span.end - place) as u128
     }
@@ -112,9 +112,9 @@ fn greedily(mut left: Vec<u64>, candidates: &[Candidate], work: u64, deadline: D
 /// Returns the bytes to take off each candidate so that every demand is met with the fewest bytes in all. Returns
 /// `None` if all candidates together don't suffice.
 ///
-/// The search goes from left to right. At each place that lacks bytes, it takes them off the open candidate whose span
-/// ends last. This greedy choice is optimal: every byte costs the same, and from here on, this candidate covers every
-/// place that another open candidate covers.
+/// The search goes from left to right. At each place that lacks bytes, the search takes the missing bytes off the open
+/// candidate whose span ends last. This greedy choice is optimal: every byte costs the same, and from this place on,
+/// the chosen candidate spans every place that another open candidate spans.
 pub(super) fn fewest_bytes(demand: &[u64], candidates: &[Candidate]) -> Option<Vec<u64>> {
     let mut order: Vec<usize> = (0..candidates.len()).collect();
     sort_by_key(&mut order, |&c| candidates[c].span.start);

@@ -205,8 +205,8 @@ impl RemedySearch<'_> {
     }
 
     /// Searches for the fewest lifetimes to interrupt. With labels, only activations are interrupted. Members of groups
-    /// never are. A buffer keeps its first and its last tick, so that its first writer and its last reader still have
-    /// it. Returns `None` if no such remedy was found.
+    /// are never interrupted. An interrupted buffer is still alive at its first and last tick, for its first writer and
+    /// its last reader. Returns `None` if no such remedy was found.
     pub fn free(&self) -> Option<Remedy> {
         if self.deadline.has_passed() {
             return None;
@@ -250,7 +250,8 @@ impl RemedySearch<'_> {
         bound > self.capacity
     }
 
-    /// A common divisor of all offsets; 1 if there are forbidden ranges, since those may begin at any byte.
+    /// Returns a common divisor of all offsets. The result is 1 if there are forbidden ranges, since a forbidden range
+    /// may begin at any byte.
     fn unit(&self) -> u64 {
         let gcd = |mut a: u64, mut b: u64| {
             while b != 0 {

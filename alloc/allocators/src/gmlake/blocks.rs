@@ -14,8 +14,8 @@ use crate::{Block, Extent, Stream};
 /// Bit that is set in the slots of stitched blocks, and of no other blocks.
 const STITCHED: u32 = 1 << 31;
 
-/// All chunks and the blocks that map them. The work on a block grows with the number of runs into which it is cut, not
-/// with its number of chunks.
+/// All chunks and the blocks that map them. The work on a block grows with the number of runs into which the block is
+/// cut, not with the number of chunks.
 #[derive(Debug, Default)]
 pub(super) struct Blocks {
     /// All chunks that ever existed, as runs, keyed by the number of each run's first chunk.

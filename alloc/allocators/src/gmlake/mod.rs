@@ -139,7 +139,8 @@ impl GmLake {
     fn release_cached(&mut self) {
         for (first, chunks) in self.blocks.free_segments() {
             for number in self.blocks.remove_segment(first) {
-                // A stitched block that is in use holds chunks from its front, and none of the released ones.
+                // The program holds the front chunks of a stitched block that is in use. None of these chunks is
+                // released here.
                 match self.blocks.stitched[&number].used_chunks {
                     0 => self.drop_stitched(number),
                     keep => self.shorten(number, keep),

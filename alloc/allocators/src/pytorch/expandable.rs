@@ -144,8 +144,8 @@ impl PyTorch {
         }
     }
 
-    /// Number of mapped neighbours of a block. These are the segments that the block joins when it is mapped, or that
-    /// remain when it is unmapped.
+    /// Returns the number of mapped neighbours of a block. Each of these neighbours is the end of a mapped range.
+    /// Mapping the block joins these ranges, and unmapping the block separates them.
     fn mapped_neighbours(&self, id: BlockId) -> u64 {
         let block = self.blocks.get(id);
         let neighbours = [block.previous, block.next];

@@ -24,7 +24,7 @@ const MAX_REFUSED: usize = 16;
 #[derive(Debug, Clone)]
 pub struct Snapshot {
     /// Lifetimes of the allocations. Each event of the trace is a tick. Allocations from before the recording live from
-    /// tick 0 on; those that still existed at its end live to the last tick.
+    /// tick 0 on. Allocations that still existed when the recording ended live to the last tick.
     pub problem: Problem,
     /// The stream of each allocation, indexed by [`BufferId`](gapless_alloc::BufferId). Streams are numbered by first
     /// appearance.

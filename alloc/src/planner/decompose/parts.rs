@@ -156,7 +156,7 @@ impl Part {
             Item { start: item.start - cliques.start, end: item.end - cliques.start, ..item }
         };
         let items = sources.iter().map(shifted).collect();
-        // A part holds pins only if no items were moved to its bottom, so its base is 0.
+        // If a part holds pins, no items were moved to the part's bottom, so the base is 0.
         let pins: Vec<(u32, u64)> = (0..).zip(&sources).filter_map(|(k, &i)| Some((k, pin(i)?))).collect();
         let is_forbidden = |k: &u32| kinds[sources[*k as usize] as usize] == Source::Forbidden;
         let forbidden = pins.iter().map(|pin| pin.0).filter(is_forbidden).collect();

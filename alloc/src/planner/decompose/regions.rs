@@ -8,8 +8,8 @@
 //! - items of sizes that occur at no fullest clique;
 //! - the shortest-lived items of a size, wherever more of its items are alive than fit into the region.
 //!
-//! If there are several fullest cliques, a size may have more live bytes at one of them than at another. Such a size
-//! shares its region with sizes for which the opposite holds.
+//! If there are several fullest cliques, a size may have more live bytes at one of these cliques than at another. Such
+//! a size shares its region with sizes that have fewer live bytes where this size has more.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};

@@ -1,9 +1,9 @@
 //! Sweeps that undo their last steps when an item finds no place below a ceiling.
 //!
 //! Near the bound, thousands of cliques may be almost full. One birth in the wrong free range leaves another range too
-//! small, and a sweep without backtracking then ends above the ceiling. Here the sweep goes back a few cliques and
-//! tries again with random noise on its scores. The longer it makes no progress, the further back it goes. After many
-//! retreats the attempt ends, and another one starts with other weights.
+//! small, and a sweep without backtracking then ends above the ceiling. With backtracking, the sweep goes back a few
+//! cliques instead, and tries again with random noise on its scores. The longer the sweep makes no progress, the
+//! further it goes back. After many retreats the attempt ends, and another one starts with other weights.
 //!
 //! Neighbours that die together leave one large range. So the price of a place grows with the time between the item's
 //! death and its neighbour's, and with the bytes that are left over in the range.

@@ -96,8 +96,8 @@ pub(super) struct Leap<'c> {
     course: &'c HalfSearch<'c>,
     to: u32,
     births: Vec<Birth>,
-    /// The births that are still alive at the next milestone, the largest first: their bytes, and whether they are
-    /// still to be placed.
+    /// The bytes of each birth that is still alive at the next milestone, and whether this birth is still to be placed;
+    /// the largest first.
     survivors: Vec<(u64, bool)>,
     /// Most places tried, and most layouts collected, per layout from which the leap starts.
     most: (u64, usize),

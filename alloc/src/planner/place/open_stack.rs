@@ -2,18 +2,18 @@
 //!
 //! Where full cliques follow one another, the items born between two of them must fill exactly the space that was
 //! freed. A layout in between hardly shows whether the items will do so. So this sweep moves outwards from a fullest
-//! clique, from *milestone* to milestone: cliques with fewer bytes to spare than those near them. It compares layouts
-//! at milestones only. The penalty of a layout grows with the number of milestones between the deaths of neighbours.
-//! Neighbours that die between the same two milestones leave one range, which has room for items that are born
-//! together.
+//! clique, from *milestone* to milestone: cliques with fewer bytes to spare than the cliques near them. The sweep
+//! compares layouts at milestones only. The penalty of a layout grows with the number of milestones between the deaths
+//! of neighbours. Neighbours that die between the same two milestones leave one range, which has room for items that
+//! are born together.
 //!
 //! From each layout that is kept, a [`Leap`] searches for layouts of the next milestone. If no kept layout leads to the
 //! next milestone, the sweep goes back two milestones and keeps twice as many layouts. Each further failure doubles
 //! both numbers, until the sweep gives up.
 //!
 //! Any order of the items of the first clique is free of gaps, but the choice of this order matters more than the
-//! effort spent after it. So the order is left open: the stack is one undecided range, whose [`Lots`] are given to new
-//! items as they become free.
+//! effort spent on later items. So the order is left open: the stack is one undecided range, whose [`Lots`] are given
+//! to new items as they become free.
 
 use std::cmp::Reverse;
 use std::collections::HashSet;
@@ -302,8 +302,8 @@ fn write(layout: &Layout, history: &[Entry], offsets: &mut [u64]) {
     heirs.into_iter().for_each(|(i, root)| offsets[i as usize] = offsets[root as usize]);
 }
 
-/// Returns the milestones after `peak`: the cliques with the least bytes to spare among those near them. Where two of
-/// these cliques are more than [`FAR`] cliques apart, evenly spaced cliques in between are milestones too.
+/// Returns the milestones after `peak`: cliques that have no more bytes to spare than any clique near them. Where two
+/// of these cliques are more than [`FAR`] cliques apart, evenly spaced cliques in between are milestones too.
 fn milestones(peak: u32, cliques: u32, slack: impl Fn(u32) -> u64) -> Vec<u32> {
     let is_narrow = |&k: &u32| {
         let mut near = k.saturating_sub(NEAR.0).max(peak + 1)..=(k + NEAR.0).min(cliques - 1);

@@ -148,8 +148,8 @@ impl Solver<'_> {
         }
     }
 
-    /// Runs chains one after another until one meets the ceiling or the share is spent. Returns the lowest plan, or
-    /// `None` if there is none, and the work and sweeps spent.
+    /// Runs chains one after another until one meets the ceiling or the share is spent. Returns the lowest plan (`None`
+    /// if no chain found one), and the work and number of sweeps spent.
     fn best_of<'s>(&self, chains: impl Iterator<Item = Chain<'s>>, share: Budget) -> (Option<Placement>, Spent) {
         let (mut best, mut spent) = (None::<Placement>, (0, 0));
         for chain in chains {
@@ -212,8 +212,8 @@ impl Solver<'_> {
         }
     }
 
-    /// Runs the sweeps of a chain. Returns its lowest plan, or `None` if there is none within the limit, and the work
-    /// and sweeps spent.
+    /// Runs the sweeps of a chain. Returns the lowest plan of these sweeps (`None` if no plan is within the limit), and
+    /// the work and number of sweeps spent.
     fn follow(&self, chain: &Chain, limit: u64, mut budget: Budget) -> (Option<Placement>, Spent) {
         let items = &self.part.items;
         let timeline = self.timeline(chain.is_backward);

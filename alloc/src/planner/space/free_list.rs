@@ -86,7 +86,7 @@ impl<'s> FreeList<'s> {
         }
     }
 
-    /// Frees an item's range and merges it with the free ranges next to it.
+    /// Frees an item's range and merges the range with the free ranges on both sides.
     pub fn free(&mut self, i: u32) {
         let (below, above) = (self.under[i as usize], self.over[i as usize]);
         self.link(below, above);

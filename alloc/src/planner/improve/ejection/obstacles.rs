@@ -84,7 +84,8 @@ impl Obstacles {
         let under = self.lower.iter().filter_map(|edge| edge.0.checked_sub(bytes)).map(|at| at - at % alignment);
         let mut under = under.chain(std::iter::once(last)).peekable();
         let (mut below, mut above) = (0, 0);
-        // Total price of the ranges that begin below the item's top, and of those that end at or below its bottom.
+        // Total price of the ranges that begin below the item's top, and of the ranges that end at or below the item's
+        // bottom.
         let (mut begun, mut ended) = (0u128, 0u128);
         let mut best: Option<((u64, u64), Choice)> = None;
         let mut asked = 0u64;

@@ -18,7 +18,7 @@ const VISITS_PER_BRANCH: u64 = 200;
 /// Visits charged for each item or clique in the state of a branch.
 const VISITS_PER_STATE: u64 = 6;
 
-/// Most failed states that a worker remembers. When there are more, it forgets them all.
+/// Most failed states that a worker remembers. A worker that reaches this number forgets all of them.
 const MEMORY: usize = 1_000_000;
 
 /// Depth at which a branch is given up, so that the stack of the thread suffices.
