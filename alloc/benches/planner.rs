@@ -75,7 +75,7 @@ fn generated() -> Vec<Instance> {
     ]
 }
 
-/// The same problem, with every third buffer pinned at its offset in an earlier plan.
+/// Returns the same instance with every third buffer pinned at its offset in a plan.
 fn pinned(instance: Instance) -> Instance {
     let offsets = plan(&instance.problem, &Options::default()).offsets;
     let place = |(k, (b, at)): (usize, (&Buffer, u64))| if k % 3 == 0 { b.clone().at(at) } else { b.clone() };

@@ -35,7 +35,8 @@ pub(crate) fn most_live(problem: &Problem) -> Option<(u64, u128)> {
 /// Calls `visit(tick, live bytes)` wherever the live bytes may change, in tick order.
 pub(crate) fn sweep(problem: &Problem, mut visit: impl FnMut(u64, u128)) {
     if problem.end() <= 4 * problem.len() as u64 {
-        // There are few enough ticks to count through them. Differences may wrap around; the running sums undo that.
+        // There are few enough ticks to count through them. Differences may wrap around; the running sums undo the
+        // wrapping.
         let mut change = vec![0u128; problem.end() as usize + 1];
         for b in problem.buffers() {
             change[b.lifetime.start as usize] = change[b.lifetime.start as usize].wrapping_add(b.bytes.into());

@@ -31,7 +31,7 @@ pub struct SyntheticStep {
     pub micro_batches: u64,
     /// Number of pipeline stages, which decides how many forwards run ahead.
     pub stages: u64,
-    /// Tokens of each micro-batch; the list repeats from the start.
+    /// Tokens of each micro-batch. If there are more micro-batches than entries, the list repeats from the start.
     pub tokens: &'static [u64],
     /// Whether parameters, gradients and optimizer states are included.
     pub persistent: bool,

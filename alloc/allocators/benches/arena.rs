@@ -14,7 +14,7 @@ use gapless_alloc::{Options, plan};
 use gapless_allocators::{Allocator, Block, Device, PyTorch, PyTorchOptions, Stream};
 use moe_step::{MoeStep, Routing};
 
-/// A request or a release: its tick, whether it is a request, and the id.
+/// A request or a release, as `(tick, is a request, id)`.
 type Event = (u64, bool, RequestId);
 
 fn serve(arena: &mut Arena, events: &[Event], bytes: &[u64]) {

@@ -2,8 +2,9 @@
 //!
 //! Requests are rounded to 256 bytes and served by the smallest free chunk that fits. The rest of the chunk is split
 //! off only if the chunk is at least twice the request, or 128 MiB larger. Regions come from the device in sizes that
-//! double from 2 MiB, or as one region if growth is off. Free chunks are joined within their region. If nothing fits
-//! and the limit is reached, regions that are entirely free are returned to the device, and one more region is tried.
+//! double from 2 MiB. If growth is off, one region takes the whole device. Free chunks are joined within their region.
+//! If nothing fits and the limit is reached, regions that are entirely free are returned to the device, and one more
+//! region is tried.
 
 use std::collections::{BTreeMap, BTreeSet};
 

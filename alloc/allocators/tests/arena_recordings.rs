@@ -69,7 +69,8 @@ fn promises(recorded: &Recorded, offsets: &[u64], bytes: &[u64]) {
 
 /// The recordings don't mark dynamic buffers; `recorded_moe` infers them. If sixteen steps of one run are available,
 /// the run itself must confirm the result: static sizes occur in every step, and dynamic ones do not. (An expert
-/// without rows in a step needs fewer workspaces, so a count is not exactly sixteen times that of one step.)
+/// without rows in a step needs fewer workspaces, so a size need not occur exactly sixteen times as often as in one
+/// step.)
 #[test]
 fn static_sizes_occur_in_every_step() {
     let folder = gapless_testing::evidence("pytorch");

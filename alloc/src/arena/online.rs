@@ -139,9 +139,10 @@ impl Arena {
     }
 
     /// Like [`request`](Self::request), but for a request that the caller can do without
-    /// ([`Need::Optional`](super::Need::Optional)). Returns the offset. Returns `None` if no room is left for `bytes`
-    /// besides the bytes promised to later requests, or if the reserve promises nothing. The promises of the step
-    /// continue to hold, even if `bytes` exceeds the promise of this request.
+    /// ([`Need::Optional`](super::Need::Optional)). Returns the offset, or `None` if the request cannot be served. It
+    /// can be served if `bytes` fit into addresses that are not promised to other requests, and are at most the
+    /// request's bound. If the reserve promises nothing, only a request of zero bytes is served. The promises of the
+    /// step continue to hold, even if `bytes` exceeds the promise of this request.
     ///
     /// # Panics
     /// Panics in the same cases as [`request`](Self::request).

@@ -29,9 +29,10 @@ pub struct Table {
     pub ids: Vec<String>,
     /// The buffers without pins and gaps.
     pub problem: Problem,
-    /// The `offset` column, if there is one; a field may be empty.
+    /// The `offset` column, or `None` if the table has no such column. An entry is `None` if its field is empty.
     pub offsets: Option<Vec<Option<u64>>>,
-    /// The `hint` column, if there is one: addresses to prefer.
+    /// The `hint` column, which has addresses to prefer, or `None` if the table has no such column. An entry is `None`
+    /// if its buffer has no hint.
     pub hints: Option<Vec<Option<u64>>>,
     /// The `gaps` column, ordered by buffer and time.
     pub gaps: Vec<Gap>,

@@ -261,7 +261,7 @@ mod tests {
             let _ = read(format!("id,lower,upper,size\n{rows}").as_bytes());
         }
 
-        /// A table that was read can be written, and reads back the same.
+        /// A table that was read can be written. Reading the written table gives the same table.
         #[test]
         fn reads_what_was_written(
             rows in "([a-z]{3},[0-9],[1-9][0-9],[4-9],([1-9]-1[0-9](@[01]:[23])?)?,(-1|[0-9])?,[0-9]?\n){0,4}",

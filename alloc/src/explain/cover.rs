@@ -157,7 +157,7 @@ fn undominated(demand: &[u64], candidates: &[Candidate]) -> Vec<usize> {
         ends[c.span.end] += u128::from(c.bytes);
     }
     let mut kept: Vec<usize> = Vec::new();
-    // Bytes of the candidates that began and ended since the last kept place.
+    // Bytes of the candidates that began since the last kept place, and of those that ended since then.
     let (mut began, mut ended) = (0, 0);
     for place in 0..demand.len() {
         began += begins[place];

@@ -35,8 +35,8 @@ impl Change {
 /// Changes of one kind after which the problem fits. A plan of the changed problem was checked against the capacity.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Remedy {
-    /// The changes, the largest first. The size of a change is the number of bytes taken off, or else the size of the
-    /// buffer.
+    /// The changes, the largest first. The size of a shrinking change is the number of bytes taken off; the size of any
+    /// other change is the size of its buffer.
     pub changes: Vec<Change>,
     /// Total bytes taken off if buffers shrink; otherwise the number of changes.
     pub size: u64,

@@ -61,7 +61,7 @@ impl Standing {
         }
     }
 
-    /// The height of the surface if `bytes` fill the space between the pins from the bottom.
+    /// Returns the height that is reached if `bytes` fill the space between the pins from the bottom.
     fn level(&self, bytes: u64) -> u64 {
         // The free space below a pin grows with the pin's address, so the pins below the surface come first.
         let mut below = 0u64;

@@ -147,7 +147,7 @@ pub struct Stats {
     pub kept: usize,
 }
 
-/// One offset per buffer, and what is proven about the height.
+/// The plan, which is one offset per buffer, and the proven bound on its height.
 #[derive(Debug, Clone)]
 pub struct Solution {
     /// Offset in bytes of each buffer, indexed by [`BufferId`](crate::BufferId).

@@ -91,7 +91,7 @@ const REGION_STEPS: [(u64, Method); 5] =
 /// Number of plans that are kept for repairs.
 const REPAIRS: usize = 3;
 
-/// Number of heights between the goal and the best plan that sweeps with backtracking try.
+/// Most heights between the goal and the best plan that sweeps with backtracking try.
 const HEIGHTS: u32 = 6;
 
 /// A part is small if it has at most this many items and cells (one item in one clique each). A search visits every
@@ -127,7 +127,8 @@ pub(crate) struct Outcome {
 /// `aim` and `enough` are heights of the whole problem. A plan below `aim` gains nothing, and searches don't try to get
 /// below `enough`.
 pub(crate) fn solve_parts(parts: &[Part], aim: u64, mut enough: u64, budget: &mut Budget) -> Vec<Outcome> {
-    // Heights are multiples of the grain. A place right below a ceiling between two multiples would not be aligned.
+    // Heights are multiples of the grain. If a ceiling lay between two multiples, a place right below it would not be
+    // aligned.
     let goal = |part: &Part, enough: u64| {
         let down = |height: u64| height.saturating_sub(part.base) / part.grain * part.grain;
         Goal { ceiling: down(aim), enough: down(enough) }

@@ -28,8 +28,8 @@ pub struct Comparison {
     pub capacity: Option<u64>,
     /// Options of the two kinds of PyTorch's allocator.
     pub pytorch: PyTorchOptions,
-    /// Whether to search for the smallest device on which each allocator completes. Each search takes some twenty
-    /// replays.
+    /// Whether to search for the smallest device on which each allocator completes. The search takes some twenty
+    /// replays per allocator.
     pub smallest_device: bool,
     /// Whether to record timelines for pictures, which takes longer.
     pub pictures: bool,
@@ -81,7 +81,7 @@ pub struct Entry {
     pub timeline: Option<Timeline>,
 }
 
-/// Replays the requests through each allocator, each on a device of its own.
+/// Replays the requests through every allocator of `comparison`, each allocator on a device of its own.
 pub fn compare(problem: &Problem, requests: &Requests, comparison: &Comparison) -> Compared {
     let capacity = comparison.capacity.unwrap_or_else(|| match requests.peak_live() {
         live if live <= Device::DEFAULT_CAPACITY / 4 * 3 => Device::DEFAULT_CAPACITY,

@@ -26,7 +26,7 @@ pub(super) struct Blocks {
     /// Free primitive blocks by stream, then number of chunks, then first chunk.
     free_primitives: BTreeSet<(Stream, u32, u32)>,
     pub stitched: BTreeMap<u32, Stitched>,
-    /// Stitched blocks whose chunks are all free, by stream, then number of chunks, then number.
+    /// Stitched blocks whose chunks are all free, by stream, then number of chunks, then block number.
     free_stitched: BTreeSet<(Stream, u32, u32)>,
     next_stitched: u32,
     pub stitched_bytes: u64,

@@ -248,7 +248,8 @@ mod tests {
 
     #[test]
     fn groups_fuse_where_usage_improves() {
-        // The larger group dies in steps; the smaller one is born in steps after it.
+        // The members of the larger group die one after the other. The members of the smaller group are then born one
+        // after the other.
         let rows = [(0..30, 8), (0..22, 8), (23..50, 6), (31..50, 6)];
         check(&rows, &[10, 20, 40], true, &[(&[0, 1, 3, 2], 16)], &[]);
         // Groups that are nested in time are never fused.

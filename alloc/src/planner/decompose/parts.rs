@@ -31,7 +31,7 @@ pub(crate) struct Item {
     pub start: u32,
     pub end: u32,
     pub bytes: u64,
-    /// The alignment, or 1 if every stack of items satisfies it anyway.
+    /// The alignment, or 1 if every stack of items satisfies the alignment anyway.
     pub alignment: u64,
 }
 
@@ -46,7 +46,7 @@ impl Item {
     }
 }
 
-/// Items that share no clique with those of any other part.
+/// Items that share no clique with the items of any other part.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Part {
     /// Sorted by start; of items that start together, the longest-lived comes first.
@@ -97,8 +97,8 @@ pub(crate) struct Whole {
     pub padding: u64,
 }
 
-/// The number of times that items that are alive throughout a part are removed and the rest is split again. Deeper nesting is left
-/// to the searches.
+/// Most times that a part is split again after the items alive throughout the part were moved to its bottom. Deeper
+/// nesting is left to the searches.
 const DEPTH: u32 = 8;
 
 impl Whole {
@@ -121,7 +121,7 @@ impl Whole {
                 let to = members.iter().map(|&i| items[i as usize].end).max().unwrap_or(from);
                 let spans = |i: u32| items[i as usize].start == from && items[i as usize].end == to;
                 let loose = |i: u32| items[i as usize].alignment == 1 && pin(i).is_none();
-                // Among the items that start first, the longest-lived comes first in the list. So if that one doesn't
+                // Among the items that start first, the longest-lived comes first in the list. So if this item doesn't
                 // span the part, no item does.
                 if depth == DEPTH || !spans(first) || !members.iter().all(|&i| loose(i)) {
                     whole.parts.push(Part::new(&items, &whole.sources, members, pin, from..to, base));
@@ -178,7 +178,7 @@ impl Part {
 
     /// Bytes alive in each clique.
     pub fn live(&self) -> Vec<u64> {
-        // Differences may wrap around; the running sums undo that, since no sum exceeds the live bytes.
+        // Differences may wrap around. The running sums undo the wrapping, since no sum exceeds the live bytes.
         let mut live = vec![0u64; self.cliques as usize + 1];
         let mut add = |item: Item, bytes: u64| {
             live[item.start as usize] = live[item.start as usize].wrapping_add(bytes);
@@ -214,7 +214,8 @@ impl Part {
         !self.forbidden.is_empty() && self.forbidden.binary_search(&item).is_ok()
     }
 
-    /// The plan with these offsets. Its height is one past the highest byte, not counting forbidden ranges.
+    /// Returns the plan with these offsets. The plan's height is one past the highest byte, not counting forbidden
+    /// ranges.
     pub fn placement(&self, offsets: Vec<u64>) -> Placement {
         let ends = (0..).zip(self.items.iter().zip(&offsets)).filter(|(i, _)| !self.is_forbidden(*i));
         let height = ends.map(|(_, (item, at))| at + item.bytes).max().unwrap_or(0);

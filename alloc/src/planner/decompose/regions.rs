@@ -207,8 +207,8 @@ mod tests {
         regions.into_iter().map(|region| (region.part.bound, region.members)).collect()
     }
 
-    /// The two items of size 4 take turns. The two items of size 2 overlap in time. So either one of them is left out,
-    /// or they share a region with the items of size 1.
+    /// The two items of size 4 take turns. The two items of size 2 overlap in time. So either one item of size 2 is
+    /// left out, or the items of size 2 share a region with the items of size 1.
     #[test]
     fn sizes_that_need_more_in_between_are_cut_or_share_a_region() {
         let rows = [(0, 1, 4), (0, 2, 2), (0, 1, 1), (0, 1, 1), (1, 3, 2), (2, 3, 4), (2, 3, 1), (2, 3, 1)];

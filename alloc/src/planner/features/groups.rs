@@ -47,7 +47,8 @@ const MAX_IN_ORDER: usize = 50_000;
 /// Most combinations of the ragged groups' places that are tried one by one.
 const MAX_PLACES: u64 = 1_000;
 
-/// Rounds of placing units in one order. In each round, the units that ended too high in earlier rounds come first.
+/// Most rounds of placing units in one order. In each round, the units that ended too high in earlier rounds come
+/// first.
 const ROUNDS: u32 = 6;
 
 impl Grouped<'_> {
@@ -263,7 +264,7 @@ impl<'p> RigidUnits<'p> {
         Self { problem, items, cliques, units }
     }
 
-    /// A common divisor of all offsets at which anything can come to rest.
+    /// Returns a common divisor of all offsets at which a buffer or group can come to rest.
     fn grain(&self) -> u64 {
         let buffers = self.problem.buffers().iter().filter(|b| b.bytes > 0);
         let sizes = buffers.flat_map(|b| [b.bytes, b.alignment, b.offset.unwrap_or(0)]);
@@ -340,9 +341,9 @@ impl<'p> RigidUnits<'p> {
     }
 }
 
-/// Returns the ways to stack a group. A group in fixed order has only one. If the planner chooses the order, a group of
-/// few members gets all orders that alignments and pins allow; a larger group gets those sorted by length, birth, death
-/// and size.
+/// Returns the ways to stack a group. A group in fixed order has only one way. If the planner chooses the order, a
+/// group of few members gets all orders that alignments and pins allow. A larger group gets four orders, in which the
+/// members are sorted by length, birth, death or size.
 fn orders(problem: &Problem, group: &Group) -> Vec<Group> {
     let mut orders = vec![group.clone()];
     if !group.any_order {

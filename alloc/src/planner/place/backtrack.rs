@@ -252,7 +252,8 @@ struct Scored<'s> {
 }
 
 impl Rule for Scored<'_> {
-    /// The longest-lived items first. After a retreat, sometimes the largest first or a random order.
+    /// Leaves the longest-lived items first. After a retreat, sometimes puts the largest items first or uses a random
+    /// order.
     fn order(&mut self, born: &mut [u32]) {
         match if self.noise > 0 { self.chance.below(3) } else { 0 } {
             0 => {}
@@ -361,8 +362,8 @@ mod tests {
             }
         }
 
-        /// The free ranges are exactly the bytes that no item takes. Undoing all steps restores the ranges of the
-        /// start.
+        /// The free ranges are exactly the bytes that no item takes. Undoing all steps restores the free ranges from
+        /// before the first step.
         #[test]
         fn steps_taken_back_leave_no_trace(
             rows in prop::collection::vec((0..12u32, 1..=12u32, 1..20u64), 1..40),

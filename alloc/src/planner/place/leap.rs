@@ -221,7 +221,7 @@ impl<'c> Leap<'c> {
         }
     }
 
-    /// The candidate places of a birth, those with the lowest rank first.
+    /// Returns the candidate places of a birth, those with the lowest rank first.
     fn places(&self, birth: Birth, live: &[PlacedItem], lots: &Lots) -> Vec<Candidate> {
         let (course, bytes) = (self.course, birth.bytes);
         let leaves = course.death_milestone(birth.dies_before);

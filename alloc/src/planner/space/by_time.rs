@@ -32,10 +32,10 @@ pub(crate) struct ByTime {
     crossing: Vec<Vec<Rectangle>>,
 }
 
-/// Least number of slices. It is large enough that a query for a short item looks at few others.
+/// Least number of slices. With this many slices, a query for a short item looks at few other items.
 const SLICES: u32 = 256;
 
-/// Average number of items per slice at most. More items lead to more slices.
+/// Largest average number of items per slice. If there are more items, there are more slices.
 const BIRTHS: u32 = 16;
 
 impl ByTime {
@@ -137,7 +137,7 @@ impl ByTime {
     }
 }
 
-/// Number of list entries whose moving costs as much as looking at one.
+/// Number of list entries that can be moved for the cost of looking at one entry.
 const MOVED_AT_ONCE: u64 = 16;
 
 #[cfg(test)]

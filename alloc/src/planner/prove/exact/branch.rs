@@ -249,7 +249,7 @@ impl<'p> Search<'p> {
                 fitting.push(i);
             }
         }
-        // An item that comes to rest above the floor inside the valley rests on an item that is still to be placed.
+        // If an item comes to rest in the valley but above its floor, it rests on an item that is still to be placed.
         let mut least_top = u64::MAX;
         for k in a..b {
             for &i in &self.state.alive[k as usize] {
