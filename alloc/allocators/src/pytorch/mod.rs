@@ -3,9 +3,9 @@
 //! Requests are rounded to 512 bytes and served by the best-fitting free block of their stream and pool. Requests of at
 //! most 1 MiB belong to the small pool, and all others to the large pool. The block is split if the rest is large
 //! enough. If no block fits, a segment is taken from the device. A segment has 2 MiB for small requests and 20 MiB for
-//! requests up to 10 MiB. For larger requests, the segment has the size of the request, rounded to 2 MiB. Freed blocks
-//! join their free neighbours and stay cached. When the device is full, unsplit cached blocks are returned to it, and
-//! the request is tried again.
+//! requests from 1 to 10 MiB. For larger requests, the segment has the size of the request, rounded to 2 MiB. Freed
+//! blocks join their free neighbours and stay cached. When the device is full, unsplit cached blocks are returned to
+//! it, and the request is tried again.
 
 mod blocks;
 mod expandable;

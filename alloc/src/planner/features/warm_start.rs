@@ -15,7 +15,7 @@ use crate::{Buffer, BufferId, Problem};
 const ROUNDS: u32 = 6;
 
 /// Returns a plan of at most `target` bytes that keeps addresses of `earlier`, and the work spent. The plan is `None`
-/// if no such plan was found within the rounds and the `budget`.
+/// if no such plan was found within [`ROUNDS`] rounds and the deadline of the `budget`.
 pub(in crate::planner) fn keep(
     problem: &Problem,
     earlier: &[Option<u64>],
