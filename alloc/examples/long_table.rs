@@ -1,4 +1,5 @@
-//! Ten million lines: writes a table of that many buffers, or reads and plans one, and prints what it took.
+//! Writes a long table (by default, of ten million buffers), or reads and plans one. Planning prints the time and
+//! memory that each step took.
 //!
 //! ```text
 //! cargo run --release -p gapless-alloc --example long_table -- write TABLE.csv [MICRO_BATCHES]

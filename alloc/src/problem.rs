@@ -8,7 +8,7 @@ use std::ops::Range;
 use crate::Error;
 use crate::order::sort_by_key;
 
-/// Half-open range of ticks `[start, end)` during which a buffer's bytes must not be touched by another.
+/// Half-open range of ticks `[start, end)` during which no other buffer may touch a buffer's bytes.
 pub type Lifetime = Range<u64>;
 
 /// Index of a buffer in its [`Problem`].

@@ -55,7 +55,7 @@ generated! {
     ) {
         let ticks = |&(start, length, is_backwards, _): &(u64, u64, bool, u64)| match is_backwards {
             true => start + length..start,
-            // Few lifetimes are empty, so that many problems have none.
+            // Few lifetimes are empty, so that many problems have no empty lifetime.
             false => start..start + if length == 0 && start % 7 != 0 { 1 } else { length },
         };
         let list: Vec<Buffer> = list.iter().map(|row| Buffer::new(ticks(row), row.3)).collect();

@@ -22,7 +22,7 @@ pub struct ArenaReport {
     pub refused_bytes: u64,
     /// Size of the reserve.
     pub reserve_bytes: u64,
-    /// Highest byte of the reserve that was ever in use, counted from its start.
+    /// End of the highest bytes of the reserve that were ever in use, counted from the start of the reserve.
     pub high_water_bytes: u64,
     /// The most bytes in use in the reserve at once.
     pub most_live_bytes: u64,

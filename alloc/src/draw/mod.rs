@@ -131,7 +131,7 @@ impl<'a> MemoryMap<'a> {
         svg::render(self, options)
     }
 
-    /// Renders the map as one HTML page that needs no network and no server. It is meant for up to some 100,000
+    /// Renders the map as one HTML page that needs no network and no server. The page is meant for up to some 100,000
     /// buffers.
     #[cfg(feature = "page")]
     pub fn html(&self) -> String {

@@ -196,8 +196,8 @@ impl Part {
         live
     }
 
-    /// The maximum of two bounds: the highest end of a pin, and the height at which the space between the pins holds
-    /// all other live items, in the clique where that height is largest.
+    /// Returns the largest of three bounds: the most bytes alive in a clique, the highest end of a pin, and the
+    /// [`fractional_bound`] of the items between the pins.
     fn height_bound(&self) -> u64 {
         let live = self.live();
         let bound = live.iter().copied().max().unwrap_or(0);
@@ -291,7 +291,7 @@ fn table(problem: &Problem, rounded: bool) -> Table {
     let unit = if rounded && problem.forbidden().is_empty() { common } else { 1 };
     let mut grain = table.pins.iter().fold(0, |grain, &(_, offset)| gcd(grain, offset));
     for item in &mut table.items {
-        // Rounding can only fail within one unit of 2^64; such an item keeps its size.
+        // Rounding can only fail for a size within one unit of 2^64. An item of such a size keeps it.
         let rounded = item.bytes.checked_next_multiple_of(unit).unwrap_or(item.bytes);
         table.padding = table.padding.max(rounded - item.bytes);
         item.bytes = rounded;
@@ -324,7 +324,8 @@ pub(crate) fn gcd(mut a: u64, mut b: u64) -> u64 {
 /// Step 3 of this module's list: sets the `start` and `end` of the items and returns the number of cliques.
 pub(crate) fn in_cliques(lifetimes: &[(u64, u64)], items: &mut [Item]) -> u32 {
     let last = lifetimes.iter().map(|l| l.1).max().unwrap_or(0);
-    // Small numbers stand for the ticks: the ticks themselves if these are small, otherwise their ranks.
+    // Each tick is replaced by a small number: the tick itself if all ticks are small, otherwise its rank among the
+    // ticks.
     let ticks: Option<Vec<u64>> = (last > 4 * lifetimes.len() as u64 + 1024).then(|| {
         let mut ticks: Vec<u64> = lifetimes.iter().flat_map(|l| [l.0, l.1]).collect();
         ticks.par_sort_unstable();

@@ -86,7 +86,7 @@ impl<'p> Timeline<'p> {
         self.births.entries_of(clique)
     }
 
-    /// The items that are alive for the last time in the clique before this one.
+    /// Returns the items whose last clique is the one before `clique`.
     pub fn dying(&self, clique: u32) -> &[u32] {
         self.deaths.entries_of(clique)
     }

@@ -5,8 +5,8 @@
 //! cliques instead, and tries again with random noise on its scores. The longer the sweep makes no progress, the
 //! further it goes back. After many retreats the attempt ends, and another one starts with other weights.
 //!
-//! Neighbours that die together leave one large range. So the price of a place grows with the time between the item's
-//! death and its neighbour's, and with the bytes that are left over in the range.
+//! Neighbours that die together leave one large range. So the price of a place grows with the time between the deaths
+//! of the item and its neighbour, and with the bytes that are left over in the free range.
 
 use std::cmp::Reverse;
 use std::ops::Range;

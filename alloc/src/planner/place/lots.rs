@@ -48,7 +48,7 @@ pub(super) struct Candidate {
 }
 
 impl Lots {
-    /// Creates the lots of a stack from `(item, bytes, clique before which it dies)`.
+    /// Creates the lots of a stack from `(item, bytes, clique before which the item dies)`.
     pub fn new(stack: impl Iterator<Item = (u32, u64, u32)>) -> Self {
         Self(stack.map(|(root, bytes, dies_before)| Lot { root, bytes, dies_before }).collect())
     }
@@ -165,7 +165,7 @@ mod tests {
 
     use super::*;
 
-    /// Creates the lots of `(bytes, leaves)`, and the undecided range that holds them, from address 10 on.
+    /// Creates lots from `(bytes, leaves)`, and the undecided range from address 10 on that holds these lots.
     fn stretch(rows: &[(u64, u32)]) -> (Lots, Vec<PlacedItem>) {
         let lots = Lots::new((0..).zip(rows).map(|(root, &(bytes, leaves))| (root, bytes, leaves)));
         let to = 10 + rows.iter().map(|row| row.0).sum::<u64>();

@@ -42,8 +42,8 @@ const WORK_PER_ITEM: u64 = 300;
 /// Open stacks are tried if at least this many cliques have the most bytes alive.
 const OFTEN_FULL: usize = 8;
 
-/// Two distances in cliques. A milestone has the least bytes to spare of all cliques within the first distance. Of
-/// equal ones within the second distance, only the first is a milestone.
+/// Two distances in cliques. A milestone has the least bytes to spare of all cliques within the first distance. If
+/// cliques within the second distance have equally few, only the first of these is a milestone.
 const NEAR: (u32, u32) = (12, 4);
 
 /// Most cliques between two milestones.

@@ -20,8 +20,9 @@ use crate::planner::solve::Solver;
 use crate::planner::space::free_list::{Fit, FreeList, Place};
 use crate::planner::space::reserved::Reserved;
 
-/// Work per item that plain sweeps may spend, at least: enough for a few sweeps. From a million items on, this exceeds
-/// the share of the default work for plain sweeps. That does no harm, since the later steps don't suit so many items.
+/// Least work per item that plain sweeps may spend, which is enough for a few sweeps. From a million items on, this is
+/// more than the share of the default work for plain sweeps. Taking work from the later steps does no harm then, since
+/// these don't suit so many items.
 const WORK_PER_ITEM: u64 = 40;
 
 /// Chains that run in parallel. The number is fixed, so that the result does not depend on the machine.

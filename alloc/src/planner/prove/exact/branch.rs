@@ -1,5 +1,5 @@
-//! The search of one worker. It picks the clique for the next step, tries the cases there and remembers the states that
-//! failed.
+//! The search of one worker. A worker picks the clique for the next step, tries the cases of this clique and remembers
+//! the states that failed.
 //!
 //! In: a part, a capacity and a number of visits. Out: a plan, a proof that there is none, or the answer that the
 //! visits are spent. A state that the worker remembers as failed is not searched again.
@@ -211,8 +211,8 @@ impl<'p> Search<'p> {
         fits
     }
 
-    /// Returns the clique with the fewest cases, weighted by the failures seen there. Returns `None` if some clique has
-    /// no case, so that the state has no plan.
+    /// Returns the clique with the fewest cases, weighted by the failures seen in each clique. Returns `None` if some
+    /// clique has no case, so that the state has no plan.
     fn most_contended(&mut self, from: u32, to: u32) -> Option<BranchPoint> {
         let mut best: Option<(Score, BranchPoint)> = None;
         let mut k = from;
