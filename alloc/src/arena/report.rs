@@ -22,7 +22,8 @@ pub struct ArenaReport {
     pub refused_bytes: u64,
     /// Size of the reserve.
     pub reserve_bytes: u64,
-    /// End of the highest bytes of the reserve that were ever in use, counted from the start of the reserve.
+    /// High-water mark: the end of the highest bytes that were ever in use in the reserve, counted from the reserve's
+    /// start.
     pub high_water_bytes: u64,
     /// The most bytes in use in the reserve at once.
     pub most_live_bytes: u64,

@@ -41,7 +41,7 @@ struct Grouped<'p> {
     best: Option<Plan>,
 }
 
-/// Most buffers of a problem in which staircases are placed together with all other buffers, one by one.
+/// Largest problem, in buffers, in which the staircases and all other buffers are placed one by one in a common order.
 const MAX_IN_ORDER: usize = 50_000;
 
 /// Most combinations of the ragged groups' places that are tried one by one.

@@ -61,7 +61,7 @@ const SLABS: usize = 65_536;
 /// more.
 const FAILURES: u32 = 2;
 
-/// Failures are forgotten once the sweep is this many milestones past the last of them.
+/// Failures are forgotten once the sweep is more than this many milestones past the furthest of them.
 const FORGOTTEN: usize = 2;
 
 /// Number of attempts at the second half of time, once the first half is planned.
