@@ -3,10 +3,10 @@
 //! are any.
 //!
 //! `cargo bench -p gapless-alloc --bench planner` prints one line per instance, with the height ÷ bound and the
-//! milliseconds of each. It then measures the planner on the steps that it plans quickly. Arguments select instances by
-//! name; `GAPLESS_INSTANCES` names another folder of instances. Greedy by size is quadratic. Where it would run for
-//! minutes, a dash replaces its result. Both alternatives have a dash for instances with pins, which they don't
-//! support.
+//! milliseconds of each planner. The bench then measures gapless's planner on the steps that it plans quickly.
+//! Arguments select instances by name; `GAPLESS_INSTANCES` names another folder of instances. Greedy by size is
+//! quadratic. Where greedy by size would run for minutes, a dash replaces its result. Both alternatives have a dash for
+//! instances with pins, which they don't support.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -75,7 +75,7 @@ fn generated() -> Vec<Instance> {
     ]
 }
 
-/// The same problem, with every third buffer pinned at its offset in an earlier plan.
+/// Returns the same instance with every third buffer pinned at its offset in a plan.
 fn pinned(instance: Instance) -> Instance {
     let offsets = plan(&instance.problem, &Options::default()).offsets;
     let place = |(k, (b, at)): (usize, (&Buffer, u64))| if k % 3 == 0 { b.clone().at(at) } else { b.clone() };
@@ -93,8 +93,8 @@ fn measure(run: impl FnOnce() -> u64) -> Measured {
     (height, start.elapsed())
 }
 
-/// Places the buffers by size, the largest first, each at the lowest offset that the earlier ones leave. The time is
-/// quadratic. Returns `None` if it would take too long.
+/// Places the buffers by size, the largest first, each at the lowest offset that the earlier buffers leave. The time is
+/// quadratic. Returns `None` if the run would take too long, or if the problem has pins.
 fn greedy_by_size(problem: &Problem) -> Option<Measured> {
     if problem.len() > 120_000 || has_pins(problem) {
         return None;
@@ -123,7 +123,8 @@ fn greedy_by_size(problem: &Problem) -> Option<Measured> {
     }))
 }
 
-/// Places buffers in order of birth, each at the lowest offset that is free at that moment.
+/// Places buffers in order of birth, each at the lowest offset that is free at that moment. Returns `None` if the
+/// problem has pins.
 fn first_fit_by_time(problem: &Problem) -> Option<Measured> {
     if has_pins(problem) {
         return None;

@@ -1,4 +1,5 @@
-//! Ten million lines: writes a table of that many buffers, or reads and plans one, and prints what it took.
+//! Writes a long table (by default, of ten million buffers), or reads and plans one. Planning prints the time and
+//! memory that each step took.
 //!
 //! ```text
 //! cargo run --release -p gapless-alloc --example long_table -- write TABLE.csv [MICRO_BATCHES]
@@ -47,7 +48,8 @@ fn place(path: &str) -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// Describes the most memory that the process has used so far; it is `unknown` if the system does not report it.
+/// Describes the most memory that the process has used so far. The text says `unknown` if the system does not report
+/// this.
 fn most_memory() -> String {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap_or("unknown");

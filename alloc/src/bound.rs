@@ -2,18 +2,19 @@
 
 use crate::{BufferId, Problem};
 
-/// Returns the max-live lower bound in bytes. It ignores alignments, so coarse alignments may force every plan above it.
+/// Returns the max-live lower bound in bytes. The bound ignores alignments, so coarse alignments may force every plan
+/// above the bound.
 pub fn lower_bound(problem: &Problem) -> u64 {
     let most = most_live(problem).map_or(0, |(_, bytes)| bytes);
     u64::try_from(most).expect("Problem::new bounds the live bytes by u64")
 }
 
-/// The first tick at which the most bytes are alive; `None` for an empty problem.
+/// Returns the first tick at which the most bytes are alive, or `None` for an empty problem.
 pub fn peak_tick(problem: &Problem) -> Option<u64> {
     most_live(problem).map(|(tick, _)| tick)
 }
 
-/// The buffers alive at `tick`, in id order.
+/// Returns the buffers alive at `tick`, in id order.
 pub fn live_at(problem: &Problem, tick: u64) -> impl Iterator<Item = BufferId> + '_ {
     problem.ids().filter(move |&id| problem.buffer(id).lifetime.contains(&tick))
 }
@@ -34,7 +35,8 @@ pub(crate) fn most_live(problem: &Problem) -> Option<(u64, u128)> {
 /// Calls `visit(tick, live bytes)` wherever the live bytes may change, in tick order.
 pub(crate) fn sweep(problem: &Problem, mut visit: impl FnMut(u64, u128)) {
     if problem.end() <= 4 * problem.len() as u64 {
-        // There are few enough ticks to count through them. Differences may wrap around; the running sums undo that.
+        // There are few enough ticks to count through them. Differences may wrap around; the running sums undo the
+        // wrapping.
         let mut change = vec![0u128; problem.end() as usize + 1];
         for b in problem.buffers() {
             change[b.lifetime.start as usize] = change[b.lifetime.start as usize].wrapping_add(b.bytes.into());

@@ -1,4 +1,4 @@
-//! Checks a plan, whatever planner made it: a sweep over time, with the live address ranges in an ordered map.
+//! Checks a plan from any planner. The check is a sweep over time, with the live address ranges in an ordered map.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -50,7 +50,7 @@ impl std::error::Error for Violation {}
 /// Checks `offsets` against the problem and, if given, against a `capacity` in bytes.
 ///
 /// # Errors
-/// Returns every violation that the sweep meets. If several buffers overlap at one place, at least one pair of them is
+/// Returns all violations that the sweep meets. If several buffers overlap at one place, at least one pair of them is
 /// named.
 pub fn check(problem: &Problem, offsets: &[u64], capacity: Option<u64>) -> Result<(), Vec<Violation>> {
     if offsets.len() != problem.len() {

@@ -61,9 +61,9 @@ impl Role {
 pub struct Label {
     /// The tensor, e.g. `h.3.attn.c_attn.weight` or `h.3.attn#17`.
     pub tensor: String,
-    /// The operation that writes it first, e.g. `linear`.
+    /// The operation that first writes the tensor, e.g. `linear`.
     pub op: String,
-    /// The layer it belongs to, e.g. `h.3`; empty outside of layers.
+    /// The layer of the tensor, e.g. `h.3`; empty outside of layers.
     pub layer: String,
     /// The role of the tensor.
     pub role: Role,

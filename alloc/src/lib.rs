@@ -29,7 +29,8 @@
 //!        0   1   2   3   4
 //! ```
 //!
-//! [`arena`] serves the few buffers whose size depends on the data. It works around a plan, while the step runs.
+//! [`arena`] serves the few buffers whose size depends on the data. While the step runs, it places them around an
+//! existing plan.
 #![forbid(unsafe_code)]
 #![warn(missing_docs)]
 

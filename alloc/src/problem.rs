@@ -8,7 +8,7 @@ use std::ops::Range;
 use crate::Error;
 use crate::order::sort_by_key;
 
-/// Half-open range of ticks `[start, end)` during which a buffer's bytes must not be touched by another.
+/// Half-open range of ticks `[start, end)` during which no other buffer may touch a buffer's bytes.
 pub type Lifetime = Range<u64>;
 
 /// Index of a buffer in its [`Problem`].
@@ -52,8 +52,8 @@ impl Buffer {
     }
 }
 
-/// Buffers that lie one after another, each starting where the one before ends. Each keeps its own bytes for its own
-/// lifetime only.
+/// Buffers that lie one after another, each starting where the one before ends. Each buffer holds its bytes during its
+/// own lifetime only.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Group {
     /// The members in address order. If the planner chooses the order, this is one order that alignments and pins
@@ -61,7 +61,7 @@ pub struct Group {
     pub members: Vec<BufferId>,
     /// Whether the planner chooses the order.
     pub any_order: bool,
-    /// From the first birth to the last death among the members.
+    /// Ticks from the first birth to the last death among the members.
     pub lifetime: Lifetime,
     /// The members' sizes together.
     pub bytes: u64,
@@ -86,6 +86,7 @@ impl Problem {
     /// # Errors
     /// Returns
     ///
+    /// - [`Error::TooManyBuffers`] if a `u32` cannot count the buffers;
     /// - the error of the first buffer that has an empty lifetime, a zero alignment, or a misaligned or overflowing
     ///   pinned offset;
     /// - [`Error::PinsOverlap`] if two pinned buffers overlap;
@@ -134,9 +135,8 @@ impl Problem {
 
     /// The same problem with `members` one after another in address order, each starting where the one before ends.
     ///
-    /// # Errors
-    /// Returns [`Error::Group`] if a member does not exist or already belongs to a group, if the sizes before a member
-    /// put it off its alignment, or if the pins of two members contradict each other.
+    /// # Errors Returns [`Error::Group`] if a member does not exist or already belongs to a group, if the sizes before
+    /// a member violate the member's alignment, or if the pins of two members contradict each other.
     pub fn contiguous(self, members: Vec<BufferId>) -> Result<Self, Error> {
         self.grouped(members, false)
     }
@@ -197,7 +197,8 @@ impl Problem {
         Ok(self)
     }
 
-    /// The same groups and forbidden ranges with other buffers; `None` if they contradict each other.
+    /// Returns a problem with the same groups and forbidden ranges but other buffers. Returns `None` if the buffers
+    /// contradict the groups or ranges, or are not sound.
     pub(crate) fn with_buffers(&self, buffers: Vec<Buffer>) -> Option<Self> {
         let mut problem = Self::new(buffers).ok()?;
         for range in &self.forbidden {
@@ -302,8 +303,8 @@ impl Group {
     }
 }
 
-/// Stacks the members in an order that alignments and pins allow. It tries the most aligned first, then searches
-/// depth-first for at most [`ORDERS_TRIED`] steps.
+/// Stacks the members in an order that alignments and pins allow. The search tries the most aligned member first, then
+/// goes depth-first for at most [`ORDERS_TRIED`] steps. Returns the misfit if no order was found.
 fn stack_in_any_order(buffers: &[Buffer], members: &[BufferId]) -> Result<Group, Misfit> {
     fn deepen(buffers: &[Buffer], left: &[BufferId], group: &Group, tries: &mut u32) -> Result<Group, Misfit> {
         if left.is_empty() {

@@ -23,7 +23,7 @@ pub enum Order {
 /// A pipeline stage's part of a training step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SyntheticStep {
-    /// The order of its parts.
+    /// The order of the step's parts.
     pub order: Order,
     /// Layers on this rank.
     pub layers: u64,
@@ -31,7 +31,7 @@ pub struct SyntheticStep {
     pub micro_batches: u64,
     /// Number of pipeline stages, which decides how many forwards run ahead.
     pub stages: u64,
-    /// Tokens of each micro-batch; the list repeats from the start.
+    /// Tokens of each micro-batch. If there are more micro-batches than entries, the list repeats from the start.
     pub tokens: &'static [u64],
     /// Whether parameters, gradients and optimizer states are included.
     pub persistent: bool,

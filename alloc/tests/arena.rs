@@ -1,5 +1,5 @@
-//! Checks of the online arena. Two checkers examine the addresses that it serves, and a slow reference implementation
-//! repeats its placement.
+//! Checks of the online arena. Two checkers examine the addresses that the arena serves, and a slow reference
+//! implementation repeats every placement.
 
 use std::ops::Range;
 
@@ -139,7 +139,8 @@ generated! {
         }
     }
 
-    /// After the arena has grown to the factor that a step needed, it serves that step, and the report continues.
+    /// After the arena has grown to the factor that a step needed, the arena serves that step, and its report
+    /// continues.
     #[test]
     fn growing_by_the_reported_factor_serves_the_step(mut step in steps(), sizes in sizes(), reserve in 0..2000u64) {
         for request in &mut step.requests {

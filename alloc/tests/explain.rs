@@ -1,5 +1,5 @@
-//! Explanations. On small problems, they are compared with the fewest changes found by exhaustion; larger steps are
-//! checked without.
+//! Explanations. On small problems, the remedies are compared with the fewest changes found by exhaustion. On larger
+//! steps, there is no such comparison.
 
 mod exhaustion;
 
@@ -15,7 +15,7 @@ fn within(capacity: u64) -> Options {
 }
 
 /// Returns the least size of a set of changes that makes the problem fit, or `None` if no set does. `offers` returns
-/// the possible changes of each buffer with their sizes. The first one is no change.
+/// the possible changes of each buffer with their sizes. The first entry is to change nothing.
 fn least(problem: &Problem, capacity: u64, offers: impl Fn(BufferId) -> Vec<(u64, Option<Change>)>) -> Option<u64> {
     let offers: Vec<_> = problem.ids().map(offers).collect();
     let mut sets: Vec<(u64, Vec<Change>)> = vec![(0, Vec::new())];
@@ -82,13 +82,13 @@ generated! {
         };
         let least_freed = least(&problem, capacity, pauses);
         if let Some(free) = &explanation.free {
-            // One change can at most free a lifetime without its first and last tick.
+            // `pauses` offers the longest range that a change can free: the lifetime without its first and last tick.
             prop_assert!(least_freed.is_some_and(|least| free.at_least <= least && least <= free.size));
         }
     }
 }
 
-/// If a step exceeds its capacity by little, few changes suffice, and they are proven to be the fewest.
+/// If a step exceeds its capacity by little, few changes suffice, and the explanation proves that fewer changes don't.
 #[test]
 fn remedies_of_steps_are_proven_smallest() {
     let base = SyntheticStep { layers: 2, persistent: true, ..SyntheticStep::default() };
@@ -110,7 +110,7 @@ fn remedies_of_steps_are_proven_smallest() {
     }
 }
 
-/// No plan exists from which an explanation could start.
+/// The planner finds no plan from which an explanation could start.
 #[test]
 fn what_no_address_space_holds_is_explained() {
     let problem = Problem::new(vec![Buffer::new(0..2, u64::MAX - 26).aligned(27)]).unwrap().forbid(27..37).unwrap();

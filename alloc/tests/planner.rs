@@ -55,7 +55,7 @@ generated! {
     ) {
         let ticks = |&(start, length, is_backwards, _): &(u64, u64, bool, u64)| match is_backwards {
             true => start + length..start,
-            // Few lifetimes are empty, so that many problems have none.
+            // Few lifetimes are empty, so that many problems have no empty lifetime.
             false => start..start + if length == 0 && start % 7 != 0 { 1 } else { length },
         };
         let list: Vec<Buffer> = list.iter().map(|row| Buffer::new(ticks(row), row.3)).collect();
@@ -94,8 +94,8 @@ generated! {
         prop_assert!(may_miss || solution.proof == Proof::MaxLive, "{:?}", solution.proof);
     }
 
-    /// Every part gets a plan, however small the budget is, and however many parts come after the one on which it was
-    /// spent.
+    /// Every part gets a plan, however small the budget is, and however many parts come after the part on which the
+    /// budget was spent.
     #[test]
     fn any_budget_gives_a_plan(
         list in prop_oneof![
@@ -241,8 +241,8 @@ fn constrained(mut list: Vec<Buffer>, pins: &[(prop::sample::Index, u64)], fence
     fences.iter().try_fold(problem, |problem, &(start, bytes)| problem.forbid(start..start + bytes).ok())
 }
 
-/// Two steps whose planning uses random choices. One plan meets its bound; the other planning run (so far) spends all
-/// its work.
+/// Two steps whose planning uses random choices. The plan of one step meets its bound; so far, planning the other step
+/// spends all its work.
 #[test]
 fn chance_does_not_depend_on_threads() {
     for stages in [1, 2] {
@@ -354,7 +354,7 @@ fn short_lived_members_leave_their_bytes_to_others() {
     }
 }
 
-/// The given order of members would need an address between 8 and 12; another order doesn't.
+/// The given order of members would need an address between 8 and 12. The members fit in another order.
 #[test]
 fn an_order_is_chosen_that_alignments_allow() {
     let list = vec![Buffer::new(0..2, 4), Buffer::new(0..2, 8).aligned(8), Buffer::new(0..2, 4)];
@@ -366,7 +366,7 @@ fn an_order_is_chosen_that_alignments_allow() {
     assert!(error.to_string().contains("misses its alignment"), "{error}");
 }
 
-/// A buffer of zero bytes also stays where it is pinned, and with its group.
+/// A buffer of zero bytes, too, stays at its pin and in its place in a group.
 #[test]
 fn empty_buffers_stay_at_their_pins() {
     let list =

@@ -1,5 +1,5 @@
-//! Measures the cost of a request and its release, and compares it with a model of PyTorch's caching allocator in the
-//! same run.
+//! Measures the time of a request and its release in the arena, and in the same run that of a model of PyTorch's
+//! caching allocator.
 //!
 //! `cargo bench -p gapless-allocators --bench arena`
 
@@ -14,7 +14,7 @@ use gapless_alloc::{Options, plan};
 use gapless_allocators::{Allocator, Block, Device, PyTorch, PyTorchOptions, Stream};
 use moe_step::{MoeStep, Routing};
 
-/// A request or a release: its tick, whether it is a request, and the id.
+/// A request or a release, as `(tick, is a request, id)`.
 type Event = (u64, bool, RequestId);
 
 fn serve(arena: &mut Arena, events: &[Event], bytes: &[u64]) {

@@ -1,10 +1,11 @@
-//! The interface of allocators: blocks for requests, and statistics of the memory and driver calls that these cost.
+//! The interface of allocators: blocks for requests, and statistics of the memory and driver calls that the requests
+//! cost.
 
 use std::fmt;
 
 use crate::DriverCalls;
 
-/// A queue of device work. A block that was freed on a stream is reused on that stream only.
+/// A queue of device work. A block that was freed on a stream is reused on the same stream only.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Stream(pub u32);
 
@@ -151,7 +152,7 @@ pub trait Allocator: fmt::Debug {
     fn free(&mut self, block: Block);
 
     /// Records that `stream` uses a block that belongs to another stream. After [`free`](Self::free), the block is not
-    /// reused until [`synchronize`](Self::synchronize). Allocators without streams ignore this.
+    /// reused until [`synchronize`](Self::synchronize). Allocators without streams ignore this call.
     fn record_use(&mut self, _block: &Block, _stream: Stream) {}
 
     /// Reports that all work queued on `stream` so far has finished.

@@ -2,8 +2,9 @@
 //!
 //! Requests are rounded to 256 bytes and served by the smallest free chunk that fits. The rest of the chunk is split
 //! off only if the chunk is at least twice the request, or 128 MiB larger. Regions come from the device in sizes that
-//! double from 2 MiB, or as one region if growth is off. Free chunks are joined within their region. If nothing fits
-//! and the limit is reached, regions that are entirely free are returned to the device, and one more region is tried.
+//! double from 2 MiB. If growth is off, one region takes the whole device. Free chunks are joined within their region.
+//! If nothing fits and the limit is reached, regions that are entirely free are returned to the device, and one more
+//! region is tried.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -76,7 +77,8 @@ impl Bfc {
         Some(address)
     }
 
-    /// Takes one more region from the device that can hold `bytes`. Returns false if the device does not have it.
+    /// Takes one more region, which can hold `bytes`, from the device. Returns false if the limit or the device does
+    /// not allow such a region.
     fn extend(&mut self, bytes: u64) -> bool {
         let available = (self.limit - self.statistics.reserved.current) / GRAIN * GRAIN;
         if bytes > available {
@@ -100,8 +102,8 @@ impl Bfc {
         true
     }
 
-    /// Returns all regions that are entirely free to the device, if that can make room for `bytes`. Returns true if it
-    /// did.
+    /// Returns all regions that are entirely free to the device, if that can make room for `bytes`. Returns true if
+    /// regions were returned.
     fn release_free_regions(&mut self, bytes: u64) -> bool {
         let unused = |(&address, &size): (&u64, &u64)| {
             let first = self.chunks[&address];

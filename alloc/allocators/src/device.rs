@@ -35,7 +35,7 @@ pub struct Device {
 }
 
 impl Device {
-    /// The largest capacity. Larger devices behave as if they had this size, so that there are always enough addresses.
+    /// The largest capacity. A larger device is treated as one of this size, so that there are always enough addresses.
     pub const LARGEST: u64 = 1 << 48;
 
     /// 80 GiB, the size of the device on which the recordings were made.
@@ -61,8 +61,7 @@ impl Device {
         self.calls
     }
 
-    /// Allocates mapped memory in one call and returns its address. Returns `None` if the device has too few bytes
-    /// left.
+    /// Allocates mapped memory in one call and returns its address, or `None` if the device has too few bytes left.
     pub(super) fn malloc(&mut self, bytes: u64) -> Option<u64> {
         self.calls.mallocs += 1;
         if bytes > self.free_bytes() {
@@ -79,7 +78,7 @@ impl Device {
         self.used -= bytes;
     }
 
-    /// Reserves address space without memory and returns its address. Returns `None` if no addresses are left.
+    /// Reserves address space without memory and returns its address, or `None` if no addresses are left.
     pub(super) fn reserve(&mut self, bytes: u64) -> Option<u64> {
         self.calls.reserves += 1;
         self.addresses(bytes)
@@ -107,8 +106,8 @@ impl Device {
         self.used -= count * bytes;
     }
 
-    /// Maps `count` pieces of physical memory a second time, at a new range of addresses, which it returns. Returns
-    /// `None` if no addresses are left.
+    /// Maps `count` pieces of physical memory a second time, at a new range of addresses. Returns the first address of
+    /// this range, or `None` if no addresses are left.
     pub(super) fn stitch(&mut self, count: u64, bytes: u64) -> Option<u64> {
         self.calls.maps += count;
         self.reserve(count * bytes)

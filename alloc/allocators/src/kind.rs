@@ -60,8 +60,8 @@ impl Kind {
         }
     }
 
-    /// True if the allocator returns cached memory to the device before it fails. Such an allocator may complete on a
-    /// device that is smaller than the memory it reserves on a large one.
+    /// True if the allocator returns cached memory to the device before it refuses a request. Such an allocator may
+    /// complete on a device that is smaller than the memory that it reserves on a large device.
     pub fn is_elastic(self) -> bool {
         matches!(self, Self::PyTorch | Self::PyTorchExpandable | Self::GmLake | Self::Bfc)
     }

@@ -1,12 +1,13 @@
 //! Models of the allocators used for training today, replayed on the same lifetime table as a plan.
 //!
 //! In: a [`Problem`](gapless_alloc::Problem), turned into the [`Requests`] of a program that repeats its step, or a
-//! PyTorch memory snapshot ([`read_snapshot`]). Out: what each [`Allocator`] would reserve for it
-//! ([`replay`](fn@replay)), side by side ([`compare`](fn@compare)). Never: memory; the models touch no byte of what
-//! they hand out.
+//! PyTorch memory snapshot ([`read_snapshot`]). Out: the memory that each [`Allocator`] would reserve for this program
+//! ([`replay`](fn@replay)), and a comparison of all allocators ([`compare`](fn@compare)). Never: memory; the models
+//! touch no byte of the memory that they hand out.
 //!
-//! Each allocator is a file or a folder. It is modelled after the original's source, and compared with a recording of
-//! the original if there is one. `docs/allocators.md` describes how each works and where its model deviates.
+//! Each allocator is a file or a folder. Each model follows the source of the original, and is compared with a
+//! recording of the original if there is one. `docs/allocators.md` describes how each allocator works and where its
+//! model deviates.
 //!
 //! ```
 //! use gapless_alloc::{Buffer, Problem};

@@ -1,7 +1,7 @@
 //! gapless in the comparison: the step is planned beforehand, and requests are served by looking up offsets.
 //!
-//! The allocator serves only the planned requests, in their order. It serves them from one arena of the plan's height,
-//! which it takes from the device once. Any other request is refused.
+//! The allocator serves only the planned requests, in their order, from one arena of the plan's height. It takes this
+//! arena from the device once. Any other request is refused.
 
 use gapless_alloc::{BufferId, Options, Problem, Solution, check, plan};
 

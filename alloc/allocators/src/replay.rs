@@ -86,7 +86,7 @@ impl Requests {
         &self.step
     }
 
-    /// The most bytes alive at once. A device smaller than this cannot hold them.
+    /// The most bytes alive at once. A device smaller than this cannot hold the buffers.
     pub fn peak_live(&self) -> u64 {
         self.peak_live
     }
@@ -176,9 +176,10 @@ pub fn replay_observed(
     Ok(Report { allocator: allocator.name(), statistics, requests: served, time })
 }
 
-/// Finds the smallest device, in steps of 2 MiB, on which a replay completes. Returns its size and the report of that
-/// replay. The search bisects below `enough`, a capacity that is known to suffice. Some allocators fail on a device
-/// although they complete on a smaller one; then the result is the size at which the bisection ends.
+/// Finds the smallest device, in steps of 2 MiB, on which a replay completes. Returns the device's size and the report
+/// of that replay. The search bisects below `enough`, a capacity that is known to suffice. Some allocators fail on a
+/// device although they complete on a smaller one; for such an allocator, the result is the size at which the bisection
+/// ends.
 ///
 /// # Errors
 /// Returns the error of the request that fails even on a device of `enough` bytes.

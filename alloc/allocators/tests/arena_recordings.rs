@@ -49,7 +49,7 @@ fn reserves_at_most_what_the_best_of_the_others_does() {
     });
 }
 
-/// Checks the bytes that each policy reserves for this step, and that it keeps its promises.
+/// Checks the bytes that each policy reserves for this step, and that the policy keeps its promises.
 fn promises(recorded: &Recorded, offsets: &[u64], bytes: &[u64]) {
     for reserve in [Reserve::Balanced { factor: 1.0 }, Reserve::Balanced { factor: 1.25 }, Reserve::Worst] {
         let options = ArenaOptions::with_reserve(reserve);
@@ -69,7 +69,8 @@ fn promises(recorded: &Recorded, offsets: &[u64], bytes: &[u64]) {
 
 /// The recordings don't mark dynamic buffers; `recorded_moe` infers them. If sixteen steps of one run are available,
 /// the run itself must confirm the result: static sizes occur in every step, and dynamic ones do not. (An expert
-/// without rows in a step needs fewer workspaces, so a count is not exactly sixteen times that of one step.)
+/// without rows in a step needs fewer workspaces, so a size need not occur exactly sixteen times as often as in one
+/// step.)
 #[test]
 fn static_sizes_occur_in_every_step() {
     let folder = gapless_testing::evidence("pytorch");

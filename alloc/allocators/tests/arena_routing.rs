@@ -23,9 +23,9 @@ fn planned(step: MoeStep) -> (BuiltStep, Vec<u64>) {
     (built, solution.offsets)
 }
 
-/// No online placement of blocks avoids every gap, and only the other allocators can fill their gaps with static
+/// Online placement of blocks cannot avoid every gap, and only the other allocators can fill their gaps with static
 /// buffers. Even so, over all routings, the smallest sufficient reserve needs less than one block more than the best of
-/// the other allocators. In most cases, the arena needs less than that allocator.
+/// the other allocators. In most cases, the arena needs less than the best of the others.
 #[test]
 fn reserves_less_than_a_block_more_than_the_best_of_the_others() {
     Row::print_header();

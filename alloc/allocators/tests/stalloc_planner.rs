@@ -1,4 +1,5 @@
-//! The model of STAlloc, compared byte for byte with the memory that its authors' planner reserved for the same steps.
+//! The model of STAlloc, compared byte for byte with the memory that the planner of STAlloc's authors reserved for the
+//! same steps.
 
 use std::collections::BTreeMap;
 use std::fs;

@@ -16,7 +16,7 @@ struct Node {
     /// The child with lower addresses and the one with higher addresses.
     children: [u32; 2],
     height: u8,
-    /// From the first byte of the subtree's lowest block to the end of its highest.
+    /// The addresses from the first byte of the subtree's lowest block to the end of the subtree's highest block.
     span: Range<u64>,
     /// Largest gap between two neighbouring blocks of the subtree.
     gap: u64,
@@ -53,7 +53,7 @@ impl Blocks {
         self.root = self.removed(self.root, start);
     }
 
-    /// Returns the lowest gap inside `within` that has at least `bytes`, or `None` if there is none.
+    /// Returns the lowest gap inside `within` that has at least `bytes`, or `None` if no gap is that large.
     pub(super) fn gap(&self, within: Range<u64>, bytes: u64) -> Option<Range<u64>> {
         let mut floor = within.start;
         let ceiling = self.search(self.root, &mut floor, bytes).unwrap_or(within.end).min(within.end);
@@ -77,9 +77,9 @@ impl Blocks {
         self.each_below(node.children[1], within, visit);
     }
 
-    /// Raises `floor` until `bytes` fit between it and the next block of this subtree, and returns the first address of
-    /// that block. Returns `None` if no such gap lies below a block of the subtree; `floor` has then passed the whole
-    /// subtree.
+    /// Raises `floor` to the start of the lowest gap that has at least `bytes` and ends at a block of this subtree, and
+    /// returns the first address of that block. If there is no such gap, returns `None`, and `floor` is then past the
+    /// whole subtree.
     fn search(&self, at: u32, floor: &mut u64, bytes: u64) -> Option<u64> {
         if at == NONE {
             return None;

@@ -53,11 +53,11 @@ impl fmt::Display for RunViolation {
 
 impl std::error::Error for RunViolation {}
 
-/// Checks the requests served in one step: none may overlap a static buffer or another request while both are alive,
-/// and none may end above `limit` bytes.
+/// Checks the requests served in one step. No request may overlap a static buffer or another request while both are
+/// alive, and no request may end above `limit` bytes.
 ///
 /// # Errors
-/// Returns every violation, in the order of `served`.
+/// Returns all violations if there are any, in the order of `served`.
 pub fn check_run(
     problem: &Problem,
     offsets: &[u64],

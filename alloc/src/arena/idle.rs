@@ -1,8 +1,8 @@
 //! An index of the addresses that stay unused during a lifetime.
 //!
-//! In: rectangles of bytes × time in descending order of their last tick. Queries come in between, in descending order
-//! of their first tick. Out: the ranges that stay idle from the first tick of a query to its last. A query about a
-//! single tick is not supported.
+//! In: rectangles of bytes × time in descending order of their last tick. Between the rectangles come queries, in
+//! descending order of their first tick. Out: the ranges that stay idle from the first tick of a query to the query's
+//! last tick. A query about a single tick is not supported.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -11,8 +11,9 @@ use crate::Lifetime;
 
 /// The tick at which each address is used next, for a sweep that goes back in time.
 ///
-/// A rectangle is painted when the sweep passes its last tick. From then on, its addresses are next used at its first
-/// tick. Since rectangles don't overlap, the one painted last is the nearest in time.
+/// A rectangle is painted when the sweep passes the rectangle's last tick. From then on, the next use of the
+/// rectangle's addresses is at the rectangle's first tick. Since rectangles don't overlap, the rectangle that was
+/// painted last is the nearest in time.
 #[derive(Debug, Clone)]
 pub(super) struct NextUse {
     /// The tick of the next use, keyed by the first address of a range. Each range extends to the next key.
@@ -40,8 +41,9 @@ impl NextUse {
         self.pieces.insert(addresses.start, ticks.start);
     }
 
-    /// Returns the ranges below `limit` that are idle during all of `ticks`. The sweep must have come back to the first
-    /// of these ticks. The ranges ascend, are as long as possible, and begin and end at multiples of `grain`.
+    /// Returns the ranges below `limit` that are idle during all of `ticks`. Before the call, the sweep must have gone
+    /// back to the first of `ticks`. The ranges ascend, are as long as possible, and begin and end at multiples of
+    /// `grain`.
     pub(super) fn idle(&self, ticks: &Lifetime, limit: u64, grain: u64) -> Vec<Range<u64>> {
         let mut ranges: Vec<Range<u64>> = Vec::new();
         let mut open: Option<u64> = None;

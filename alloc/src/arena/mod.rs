@@ -1,11 +1,11 @@
 //! The online arena, for buffers whose lifetimes are planned and whose sizes depend on the data.
 //!
-//! Under expert parallelism, a rank knows how many rows it receives only when they are counted, in the middle of the
-//! step. Only buffers of such rows are [`Request`]s: their ticks, their balanced size and their bound are known at
-//! compile time. An [`ArenaPlan`] finds, for each, the addresses that the static plan leaves idle for its whole
-//! lifetime. It also sizes a [`Reserve`] above the static plan for requests that don't fit there. An [`Arena`] then
-//! hands out offsets while the step runs, in O(log n) and from memory that it allocated when it was built.
-//! [`check_run`] checks these offsets together with the static plan.
+//! Under expert parallelism, the number of rows that a rank receives is only known once the rows are counted, in the
+//! middle of the step. Only buffers of such rows are [`Request`]s. The ticks, the balanced size and the bound of a
+//! request are known at compile time. For each request, an [`ArenaPlan`] finds the addresses that the static plan
+//! leaves idle for the request's whole lifetime. The plan also has a [`Reserve`] above the static plan, for requests
+//! that don't fit into idle addresses. An [`Arena`] then hands out offsets while the step runs. A request takes O(log
+//! n) and allocates no memory. [`check_run`] checks these offsets together with the static plan.
 //!
 //! ```
 //! use gapless_alloc::arena::{Arena, ArenaOptions, ArenaPlan, Request, RequestId, Reserve};

@@ -10,20 +10,20 @@ use super::blocks::Blocks;
 use super::{ArenaPlan, ArenaReport, Overflow, RequestId};
 use crate::Label;
 
-/// The number of gaps in a range that a request considers at most.
+/// Most gaps of one range that a request considers.
 const GAPS: usize = 8;
 
 /// Serves the requests of an [`ArenaPlan`].
 ///
-/// A request tries its ranges, the shortest first, so that long ones stay whole. In the first range with room, it takes
-/// the tightest of the lowest eight gaps that fit. A long-lived request goes to the lower end of the gap, a short-lived
-/// one to the upper end, so that the space freed by the short-lived ones is in one piece. With `n` blocks in use and at
-/// most 16 ranges, that is O(log n).
+/// A request tries its ranges, the shortest first, so that long ranges stay whole. In the first range with room, the
+/// request takes the tightest of the lowest eight gaps that fit. A long-lived request goes to the lower end of the gap,
+/// and a short-lived request goes to the upper end, so that the space freed by short-lived requests is in one piece.
+/// With `n` blocks in use, a request takes O(log n), since it has at most 16 ranges.
 ///
-/// As long as all requests of a step stay within their promised sizes, only *spare* ranges are used, which leave every
-/// home to its owner. So no block in use ever covers a part of the home of a request that comes during its lifetime,
-/// and every request finds at least its home. After the first request beyond its promise, there is nothing left to
-/// guard: until [`reset`](Self::reset), requests use all ranges that the static plan leaves *idle*.
+/// As long as all requests of a step stay within their promised sizes, only *spare* ranges are used. Spare ranges leave
+/// every home to its owner. So a block in use never covers a part of the home of a request that comes during the
+/// block's lifetime, and every request finds at least its own home. After the first request beyond its promise, there
+/// is nothing left to guard: until [`reset`](Self::reset), requests use all ranges that the static plan leaves *idle*.
 #[derive(Debug)]
 pub struct Arena {
     plan: ArenaPlan,
@@ -83,16 +83,17 @@ impl Arena {
         self.factor_hundredths as f64 / 100.0
     }
 
-    /// True if no request is in use. That is always so between steps, unless a step was aborted without a
+    /// True if no request is in use. Between steps this is always true, unless a step was aborted without a
     /// [`reset`](Self::reset).
     pub fn is_idle(&self) -> bool {
         self.live_count == 0
     }
 
-    /// Replaces the plan by one of the same requests with a larger reserve. The figures of the report continue.
+    /// Replaces the plan by a plan of the same requests with a larger reserve. The figures of the report continue from
+    /// their current values.
     ///
     /// # Panics
-    /// Panics if the new plan has another number of requests, or if a request is in use. Both are errors in the
+    /// Panics if the new plan has a different number of requests, or if a request is in use. Either is an error in the
     /// caller's own code.
     pub fn grow(&mut self, plan: ArenaPlan) {
         assert_eq!(plan.requests().len(), self.plan.requests().len(), "a larger plan is of the same requests");
@@ -110,12 +111,12 @@ impl Arena {
         self.report.most_outside_bytes = self.report.most_outside_bytes.max(in_use);
     }
 
-    /// Returns an offset for `bytes`. The bytes stay reserved for the request until it is released. Zero bytes take no
-    /// space.
+    /// Returns the offset of `bytes` bytes, which stay reserved for the request until it is released. A request of zero
+    /// bytes takes no space.
     ///
     /// # Errors
     /// Returns [`Overflow`] if no range that is free for the request's whole lifetime is long enough, or if `bytes` is
-    /// more than the request's bound. No bytes are taken then.
+    /// more than the request's bound. The arena then takes no bytes for the request.
     ///
     /// # Panics
     /// Panics if the request is in use already, which is an error in the caller's own code.
@@ -138,9 +139,10 @@ impl Arena {
     }
 
     /// Like [`request`](Self::request), but for a request that the caller can do without
-    /// ([`Need::Optional`](super::Need::Optional)). Returns `None` if it could only be served with bytes that are
-    /// promised to later requests. The promises of the step continue to hold, even if `bytes` exceeds the promise of
-    /// this request.
+    /// ([`Need::Optional`](super::Need::Optional)). Returns the offset, or `None` if the request cannot be served. It
+    /// can be served if `bytes` fit into addresses that are not promised to other requests, and are at most the
+    /// request's bound. If the reserve promises nothing, only a request of zero bytes is served. The promises of the
+    /// step continue to hold, even if `bytes` exceeds the promise of this request.
     ///
     /// # Panics
     /// Panics in the same cases as [`request`](Self::request).
@@ -153,7 +155,7 @@ impl Arena {
         Some(offset)
     }
 
-    /// Records that the caller evicted buffers that are optional.
+    /// Records that the caller evicted optional buffers.
     pub fn record_eviction(&mut self) {
         self.report.evicted += 1;
     }
@@ -169,7 +171,8 @@ impl Arena {
         }
     }
 
-    /// Frees a request's bytes, which may be reused at once. So the last reader must be done.
+    /// Frees a request's bytes. The arena may give these bytes to another request at once, so the last reader of the
+    /// buffer must be done.
     ///
     /// # Panics
     /// Panics if the request is not in use, which is an error in the caller's own code.
@@ -184,7 +187,7 @@ impl Arena {
     }
 
     /// Prepares for the next step: frees everything that an aborted step did not release, and makes promises hold
-    /// again. The figures of the report continue.
+    /// again. The figures of the report continue from their current values.
     pub fn reset(&mut self) {
         self.is_within_promises = true;
         self.factor_hundredths = 0;
@@ -199,7 +202,7 @@ impl Arena {
         if bytes == 0 {
             return Some(self.plan.reserve().start);
         }
-        // Nothing guarantees that the caller's tensors extend beyond the bound.
+        // The caller's tensors are only guaranteed to be as large as the bound.
         if bytes > self.plan.request(id).most {
             return None;
         }
@@ -212,7 +215,8 @@ impl Arena {
         if self.plan.lives_long(id) {
             return Some(gap.start);
         }
-        // Above the high-water mark, the block goes no higher than it must.
+        // A short-lived block that would end above the high-water mark ends at the mark, or as little above as
+        // possible.
         let high_water = self.plan.reserve().start + self.high_water;
         Some(gap.end.min(high_water.max(gap.start + bytes)) - bytes)
     }

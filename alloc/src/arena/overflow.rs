@@ -30,7 +30,7 @@ pub struct Overflow {
     pub free: u64,
     /// Size of the reserve in bytes.
     pub reserve: u64,
-    /// Size of the reserve that would have served the request above all other requests.
+    /// Size of the reserve in which this request could have been placed above all other requests.
     pub enough: u64,
     /// Factor of balanced sizes that covers all requests of the step so far, this one included, in hundredths.
     pub factor_hundredths: u64,

@@ -1,13 +1,13 @@
-//! Everything that is decided about the requests before the step runs.
+//! The plan of an arena: everything that is decided about the requests before the step runs.
 //!
 //! In: the static plan and the requests. Out: the address ranges that each request may use, and the size of the
 //! reserve. Never: the size of a request, which only the run determines.
 //!
 //! If the reserve promises sizes ([`Reserve::Balanced`], [`Reserve::Worst`]), every request gets a *home*: the planner
 //! places all requests at their promised sizes, with the static buffers pinned at their offsets. A request then has two
-//! kinds of ranges. *Idle* ranges are unused by the static plan for the request's whole lifetime. *Spare* ranges also
-//! avoid the homes of requests that start during that lifetime. [`Arena`](super::Arena) explains why a step within its
-//! promises never overflows.
+//! kinds of ranges. *Idle* ranges are addresses that the static plan leaves unused for the request's whole lifetime.
+//! *Spare* ranges also avoid the homes of requests that start during that lifetime. [`Arena`](super::Arena) explains
+//! why a step within its promises never overflows.
 //!
 //! [`Reserve::Balanced`]: super::Reserve::Balanced [`Reserve::Worst`]: super::Reserve::Worst
 
@@ -18,8 +18,8 @@ use super::request::{ArenaOptions, Request, RequestId, checked};
 use crate::order::sort_by_key;
 use crate::{Buffer, Error, Options, Problem, lower_bound, plan};
 
-/// Number of ranges of each kind that are kept per request. The longest ranges are kept. This bounds the work of a
-/// request at run time.
+/// Most ranges of each kind that are kept per request; the longest ranges are kept. This bounds the work of a request
+/// at run time.
 const RANGES: usize = 16;
 
 /// The requests with their ranges, and the reserve: everything that an [`Arena`](super::Arena) is built from.
@@ -50,10 +50,12 @@ impl ArenaPlan {
     /// # Errors
     /// Returns an error if
     ///
-    /// - a request is unsound, or the requests are not in order of their first tick;
-    /// - `offsets` does not have one entry per buffer, or is not a plan (noticed only if homes are planned);
+    /// - a request has an empty lifetime, an alignment that is not a power of two, or a balanced size above its bound;
+    /// - the requests are not in order of their first tick, or the factor is negative or not finite;
+    /// - `offsets` does not have one entry per buffer;
+    /// - `offsets` is not a plan (this is checked only if homes are planned);
     /// - the base lies inside of the static plan;
-    /// - the sizes leave the address space.
+    /// - addresses would exceed 2^64 - 1.
     pub fn new(
         problem: &Problem,
         offsets: &[u64],
@@ -146,8 +148,8 @@ impl ArenaPlan {
         (0..self.requests.len() as u32).map(RequestId)
     }
 
-    /// Returns the bytes promised to a request, or `None` if the reserve promises nothing. The bytes are available if
-    /// all requests of the step so far stayed within their promises.
+    /// Returns the promised size of a request in bytes, or `None` if the reserve promises nothing. A request of this
+    /// size always finds room while no request of the step has exceeded its promised size.
     pub fn promised(&self, id: RequestId) -> Option<u64> {
         self.places[id.index()].home.as_ref().map(|home| home.end - home.start)
     }
@@ -179,12 +181,12 @@ impl ArenaPlan {
         ticks.end - ticks.start > self.long
     }
 
-    /// Ranges that avoid the homes of other requests; empty if the reserve promises nothing.
+    /// The ranges of a request that avoid the homes of other requests; empty if the reserve promises nothing.
     pub(super) fn spare_ranges(&self, id: RequestId) -> &[Range<u64>] {
         self.slice(&self.places[id.index()].spare)
     }
 
-    /// Ranges that the static plan leaves idle.
+    /// The ranges of a request that the static plan leaves idle.
     pub(super) fn idle_ranges(&self, id: RequestId) -> &[Range<u64>] {
         self.slice(&self.places[id.index()].idle)
     }

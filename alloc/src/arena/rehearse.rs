@@ -13,8 +13,9 @@ pub struct Rehearsal {
     pub overflows: Vec<Overflow>,
 }
 
-/// Makes all requests of a step in their order, each with the size that `bytes` returns. Each request is released at
-/// the end of its lifetime; at one tick, releases come before requests. Requests that overflow are skipped.
+/// Resets the arena, then makes all requests of a step in their order, each with the size that `bytes` returns. Each
+/// request is released at the end of its lifetime; at one tick, releases come before requests. Requests that overflow
+/// are listed in the result and skipped.
 pub fn rehearse(arena: &mut Arena, mut bytes: impl FnMut(RequestId) -> u64) -> Rehearsal {
     arena.reset();
     let ticks = |arena: &Arena, id: RequestId| arena.plan().request(id).ticks.clone();

@@ -22,7 +22,8 @@ pub struct ArenaReport {
     pub refused_bytes: u64,
     /// Size of the reserve.
     pub reserve_bytes: u64,
-    /// Highest byte of the reserve that was ever in use, counted from its start.
+    /// High-water mark: the end of the highest bytes that were ever in use in the reserve, counted from the reserve's
+    /// start.
     pub high_water_bytes: u64,
     /// The most bytes in use in the reserve at once.
     pub most_live_bytes: u64,
@@ -45,7 +46,7 @@ impl ArenaReport {
         if served == 0 { 1.0 } else { self.reused_bytes as f64 / served as f64 }
     }
 
-    /// High-water mark ÷ most bytes in use; 1 means that the reserve has no gaps.
+    /// High-water mark ÷ most bytes in use; 1 means that the reserve has no gaps, or that the reserve was never in use.
     pub fn fragmentation(&self) -> f64 {
         if self.most_live_bytes == 0 { 1.0 } else { self.high_water_bytes as f64 / self.most_live_bytes as f64 }
     }

@@ -19,17 +19,17 @@ impl RequestId {
 /// A buffer whose size is known only when the instruction that writes it first runs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Request {
-    /// Ticks during which no other buffer may touch its bytes.
+    /// Ticks during which no other buffer may touch the bytes of this one.
     pub ticks: Lifetime,
     /// Bytes if routing is balanced.
     pub balanced: u64,
-    /// The bound: bytes that it can never exceed.
+    /// The bound: the most bytes that the buffer can have.
     pub most: u64,
     /// The offset is a multiple of this power of two: 64 on CPUs, 512 on devices.
     pub alignment: u64,
-    /// Bytes of one row, so that messages can count rows; 0 if there are none.
+    /// Bytes of one row, so that messages can count rows; 0 if the buffer has no rows.
     pub bytes_per_row: u64,
-    /// The room that it must be guaranteed.
+    /// The room that the arena must guarantee to the buffer.
     pub need: Need,
     /// The names that messages and reports show.
     pub label: Label,
@@ -41,11 +41,11 @@ pub enum Need {
     /// As much as the [`Reserve`] promises.
     #[default]
     Usual,
-    /// Room for its bound, whatever the [`Reserve`] promises to others.
+    /// Room for the request's bound, whatever the [`Reserve`] promises to other requests.
     Certain,
     /// As much as the [`Reserve`] promises, but the caller can do without the buffer.
-    /// [`Arena::try_request`](super::Arena::try_request) serves such a request beyond its promise if that takes no room from other
-    /// requests.
+    /// [`Arena::try_request`](super::Arena::try_request) serves such a request beyond its promise if that takes no room
+    /// from other requests.
     Optional,
 }
 
@@ -77,7 +77,7 @@ impl Request {
     }
 }
 
-/// The size of the arena's own range, above the static plan.
+/// The size of the reserve, which is the arena's own address range above the static plan.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Reserve {
     /// Enough for every request at `factor` times its balanced size (at most its bound), together with the bytes that
@@ -112,7 +112,8 @@ pub struct ArenaOptions {
     /// First byte of the reserve; `None` for the end of the static plan.
     pub base: Option<u64>,
     /// The work that the planner may spend on placing the homes, in the unit of
-    /// [`Options::work`](crate::Options::work). It stops early once the homes are proven to lie as low as possible.
+    /// [`Options::work`](crate::Options::work). The planner stops early once the homes are proven to lie as low as
+    /// possible.
     pub work: u64,
 }
 
@@ -129,8 +130,8 @@ impl ArenaOptions {
     }
 }
 
-/// Checks that all requests are sound and in order of their first tick. Returns the grain: the coarsest alignment, so
-/// that offsets at its multiples suit every request.
+/// Checks that all requests are sound and in order of their first tick. Returns the grain, which is the coarsest
+/// alignment: an offset at a multiple of the grain suits every request.
 pub(super) fn checked(requests: &[Request], options: &ArenaOptions) -> Result<u64, Error> {
     if let Reserve::Balanced { factor } = options.reserve
         && !(factor.is_finite() && factor >= 0.0)

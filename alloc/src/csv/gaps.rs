@@ -28,7 +28,7 @@ impl fmt::Display for Gap {
 }
 
 /// Parses the gaps of a field, which are separated by spaces and in order of time. `after_last` is added to the end of
-/// each gap, so that it is the tick after the last.
+/// each gap as written, which gives the tick after the gap's last tick.
 pub(super) fn parse(field: &str, id: BufferId, buffer: &Buffer, after_last: u64) -> Result<Vec<Gap>, String> {
     let mut gaps: Vec<Gap> = Vec::new();
     for text in field.split_ascii_whitespace() {
@@ -58,7 +58,7 @@ fn gap(text: &str, buffer: BufferId, after_last: u64) -> Option<Gap> {
     Some(Gap { buffer, ticks: ticks.start..ticks.end.checked_add(after_last)?, window })
 }
 
-/// The most bytes alive at one tick if each buffer has only those that it needs.
+/// Returns the most bytes alive at one tick, counting only the bytes that each buffer needs at that tick.
 pub(super) fn lower_bound(problem: &Problem, gaps: &[Gap]) -> u64 {
     let mut pieces = Vec::new();
     let mut gaps = gaps.iter().peekable();

@@ -15,8 +15,8 @@ pub(super) struct Columns {
     pub gaps: Option<usize>,
     pub hint: Option<usize>,
     pub offset: Option<usize>,
-    /// Added to an end as written to get the tick after the last: 1 if the column is named `end`, since it then holds
-    /// the last tick.
+    /// Number to add to an end as written to get the tick after the last. It is 1 if the column is named `end`, since
+    /// that column holds the last tick; otherwise 0.
     pub after_last: u64,
 }
 

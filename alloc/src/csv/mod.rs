@@ -1,8 +1,9 @@
 //! Tables of buffers with minimalloc's columns: `id,lower,upper,size[,alignment][,gaps][,hint][,offset]`.
 //!
 //! In: UTF-8 text with a header line; every other line has one field per column. Columns may be in any order, and
-//! unknown columns are ignored. Out: a [`Table`]. Every error names its line, or its tick. How a table's offsets are
-//! used is the caller's decision; [`Table::pinned`] reads them as pins, which is minimalloc's meaning.
+//! unknown columns are ignored. Out: a [`Table`]. Every error names the line of the file, or the tick of the problem.
+//! How a table's offsets are used is the caller's decision; [`Table::pinned`] reads them as pins, which is minimalloc's
+//! meaning.
 //!
 //! ```text
 //! id,lower,upper,size,offset
@@ -21,30 +22,31 @@ pub use read::read;
 
 use crate::{Buffer, Error, Problem, lower_bound};
 
-/// A problem, with everything else that its file says about the buffers.
+/// A problem, with everything else that the file says about the buffers.
 #[derive(Debug, Clone, Default)]
 pub struct Table {
     /// Ids as written, indexed by [`BufferId`](crate::BufferId).
     pub ids: Vec<String>,
     /// The buffers without pins and gaps.
     pub problem: Problem,
-    /// The `offset` column, if there is one; a field may be empty.
+    /// The `offset` column, or `None` if the table has no such column. An entry is `None` if its field is empty.
     pub offsets: Option<Vec<Option<u64>>>,
-    /// The `hint` column, if there is one: addresses to prefer.
+    /// The `hint` column, which has addresses to prefer, or `None` if the table has no such column. An entry is `None`
+    /// if its buffer has no hint.
     pub hints: Option<Vec<Option<u64>>>,
     /// The `gaps` column, ordered by buffer and time.
     pub gaps: Vec<Gap>,
-    /// The buffers that follow blank lines, each with its line number.
+    /// For each buffer that follows a blank line, the buffer's index and line number.
     lines: Vec<(usize, u64)>,
 }
 
 impl Table {
-    /// A table of buffers with these ids, without offsets or gaps.
+    /// Creates a table of buffers with these ids, without offsets or gaps.
     pub fn new(ids: Vec<String>, problem: Problem) -> Self {
         Self { ids, problem, ..Self::default() }
     }
 
-    /// The problem in which every offset of the table is a pin.
+    /// Returns the problem in which every offset of the table is a pin.
     ///
     /// # Errors
     /// Returns [`Error::Csv`] with the line if an offset is not a multiple of its alignment or leaves the address
@@ -82,13 +84,13 @@ impl Table {
         self.offsets.as_ref()?.iter().copied().collect()
     }
 
-    /// The most bytes alive at one tick, not counting bytes that are free during gaps. No plan is lower, even if it
-    /// uses the gaps.
+    /// Returns the most bytes alive at one tick, not counting bytes that are free during gaps. No plan is lower than
+    /// this, not even a plan that uses the gaps.
     pub fn lower_bound(&self) -> u64 {
         if self.gaps.is_empty() { lower_bound(&self.problem) } else { gaps::lower_bound(&self.problem, &self.gaps) }
     }
 
-    /// The line number of a buffer.
+    /// Returns the line number of a buffer.
     fn line(&self, buffer: usize) -> u64 {
         // Lines count from 1, and the first is the header.
         let last = self.lines.partition_point(|&(first, _)| first <= buffer).checked_sub(1);
@@ -100,7 +102,7 @@ impl Table {
     /// column.
     ///
     /// # Errors
-    /// Returns only errors of the writer.
+    /// Returns an error only if the writer fails.
     pub fn write(&self, mut out: impl Write, offsets: Option<&[u64]>) -> Result<(), Error> {
         let buffers = self.problem.buffers();
         let aligned = buffers.iter().any(|b| b.alignment != 1);

@@ -6,7 +6,8 @@ use std::io::{BufRead, Read};
 use super::{Table, gaps, header};
 use crate::{Buffer, BufferId, Error, Problem};
 
-/// Longest line that is accepted. A longer one (from a binary file, or without line breaks) must not fill the memory.
+/// Longest line that is accepted. A longer line (in a binary file, or in a file without line breaks) must not fill the
+/// memory.
 const LONGEST_LINE: usize = 64 << 10;
 
 /// Reads a table. Memory use grows with the buffers that were read, not with counts that a broken file claims.
@@ -87,7 +88,7 @@ pub fn read(input: impl BufRead) -> Result<Table, Error> {
     Ok(table)
 }
 
-/// The ids seen so far. As long as each id sorts after the one before (`9`, `10`, `11`), none needs to be stored.
+/// The ids seen so far. As long as each id sorts after the one before (`9`, `10`, `11`), no id needs to be stored.
 #[derive(Default)]
 struct Seen {
     /// 128-bit hashes of the ids, so that ten million ids need not be stored a second time.
@@ -260,7 +261,7 @@ mod tests {
             let _ = read(format!("id,lower,upper,size\n{rows}").as_bytes());
         }
 
-        /// A table that was read can be written, and reads back the same.
+        /// A table that was read can be written. Reading the written table gives the same table.
         #[test]
         fn reads_what_was_written(
             rows in "([a-z]{3},[0-9],[1-9][0-9],[4-9],([1-9]-1[0-9](@[01]:[23])?)?,(-1|[0-9])?,[0-9]?\n){0,4}",

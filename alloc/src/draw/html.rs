@@ -31,8 +31,8 @@ struct Page<'m> {
     marks: Vec<(String, String, &'m str)>,
     strings: Vec<&'m str>,
     steps: usize,
-    /// The encoded integers: buffers in id order, then the entries of the curve, each as ticks since the entry before
-    /// and live bytes.
+    /// The encoded integers: first the buffers in id order, then the entries of the curve. A curve entry consists of
+    /// the ticks since the previous entry and the live bytes.
     numbers: String,
 }
 

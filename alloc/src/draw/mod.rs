@@ -2,10 +2,10 @@
 //!
 //! In: a problem, its offsets, one label per buffer, and the phases of the step. Out: the map as text for a terminal,
 //! as SVG for a page of documentation, or as one self-contained HTML page to explore, and a [`Summary`] in figures. The
-//! output depends on nothing but this input. The plan is not checked here; [`check`](crate::check()) does that.
+//! output depends only on this input. The plan is not checked here; [`check`](crate::check()) does that.
 //!
-//! Time runs from left to right and addresses from bottom to top. A tensor is called *persistent* when it is alive at
-//! every tick of the map, whatever its role. Persistent tensors are hatched in pictures, and capital letters in text.
+//! Time runs from left to right and addresses from bottom to top. A tensor of any role is called *persistent* if it is
+//! alive at every tick of the map. Persistent tensors are hatched in pictures, and shown as capital letters in text.
 
 mod curve;
 #[cfg(feature = "page")]
@@ -131,14 +131,15 @@ impl<'a> MemoryMap<'a> {
         svg::render(self, options)
     }
 
-    /// Renders the map as one HTML page that needs no network and no server. It is meant for up to some 100,000
+    /// Renders the map as one HTML page that needs no network and no server. The page is meant for up to some 100,000
     /// buffers.
     #[cfg(feature = "page")]
     pub fn html(&self) -> String {
         html::render(self)
     }
 
-    /// Summarizes the plan in figures. Of the tensors alive at the peak tick, only the `largest` many are listed.
+    /// Summarizes the plan in figures. The summary lists at most `largest` tensors: the largest of those alive at the
+    /// peak tick.
     pub fn summary(&self, largest: usize) -> Summary {
         summary::summarize(self, largest)
     }

@@ -10,7 +10,7 @@ pub struct Bytes(pub u64);
 
 impl Bytes {
     /// Parses a number of bytes such as `4096`, `600MiB`, `40M` or `1.5 GB`. KiB, MiB, … and K, M, … are powers of
-    /// 1024; KB, MB, … powers of 1000.
+    /// 1024; KB, MB, … are powers of 1000.
     ///
     /// # Errors
     /// Returns [`NotBytes`] with the reason if the text is not a number of bytes.

@@ -50,7 +50,7 @@ pub struct RoleBytes {
     pub tensors: usize,
     /// Total size of these tensors in bytes.
     pub bytes: u64,
-    /// Bytes of those tensors that are alive at every tick.
+    /// Bytes of this role's tensors that are alive at every tick.
     pub persistent_bytes: u64,
 }
 
@@ -66,11 +66,11 @@ pub struct TensorAtPeak {
     pub layer: String,
     /// The role of the tensor.
     pub role: Role,
-    /// Its size.
+    /// Size of the tensor in bytes.
     pub bytes: u64,
-    /// Its offset in the arena, in bytes.
+    /// Offset of the tensor in the arena, in bytes.
     pub offset: u64,
-    /// Its lifetime.
+    /// Lifetime of the tensor.
     pub ticks: Range<u64>,
 }
 
@@ -90,11 +90,11 @@ pub struct Unused {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct Span {
-    /// Half-open ticks.
+    /// Half-open ticks of the span.
     pub ticks: Range<u64>,
-    /// The most bytes alive at one of its ticks.
+    /// The most bytes alive at one tick of the span.
     pub most_live_bytes: u64,
-    /// Unused bytes averaged over its ticks, rounded down.
+    /// Unused bytes averaged over the ticks of the span, rounded down.
     pub mean_unused_bytes: u64,
 }
 

@@ -30,7 +30,7 @@ const RIGHT: f64 = 16.0;
 const TOP: f64 = 72.0;
 /// Distance between the map and the panel of live bytes below it.
 const BETWEEN: f64 = 16.0;
-/// Height of the panel of live bytes.
+/// Height of the panel of live bytes, in CSS pixels.
 const CURVE: f64 = 80.0;
 /// Margin below the plot: ticks and legend.
 const BOTTOM: f64 = 56.0;

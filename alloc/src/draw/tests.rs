@@ -163,7 +163,8 @@ fn an_empty_problem_has_pictures_too() {
     assert!(map.text(&TextOptions::default()).starts_with("nothing  0 B high"));
 }
 
-/// If there are few ticks, the lower bound is swept from tick 0 on. Ticks before the first buffer must not be drawn.
+/// If there are few ticks, the sweep for the lower bound starts at tick 0. Ticks before the first buffer must not be
+/// drawn.
 #[test]
 fn a_step_that_starts_late_has_pictures_too() {
     let problem = Problem::new(vec![Buffer::new(1..2, 0), Buffer::new(2..3, 8)]).unwrap();

@@ -1,7 +1,7 @@
 //! The map as characters: a letter per role, the live bytes below the map, and a legend at the bottom.
 //!
-//! A cell shows the role that covers most of it, or `·` if more than half of the cell is free. So a thin buffer may not
-//! show at all; the legend counts it nevertheless.
+//! A cell shows the role that covers most of the cell, or `·` if more than half of the cell is free. So a thin buffer
+//! may not show at all; the legend counts such a buffer nevertheless.
 
 use super::curve::split;
 use super::palette::look;
@@ -27,8 +27,8 @@ impl Default for TextOptions {
 
 /// Rows of the panel of live bytes.
 const CURVE_ROWS: usize = 5;
-/// Number of other lines: title, phases, floor of the map, the bound line and the floor of the panel of live bytes,
-/// ticks.
+/// Number of lines besides the map, the bars of live bytes and the legend: the title, the phases, the floor of the map,
+/// the bound, the floor of the panel of live bytes, and the ticks.
 const OTHER_ROWS: usize = 6;
 /// Characters left of the map: a size and the axis.
 const MARGIN: usize = 12;

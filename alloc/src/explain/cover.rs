@@ -1,10 +1,10 @@
 //! Covers: few intervals whose bytes meet a demand at every place. The size of the smallest cover is a lower bound on
 //! the changes that any remedy needs.
-//!
-//! In: places in order, each with the bytes demanded there, and candidates that span places. Out: the smallest cover
-//! found, and a proven lower bound on the size of every cover. The search is a branch-and-bound from left to right. At
-//! the leftmost place that still lacks bytes, it skips a candidate if another one gives as many bytes and reaches as
-//! far. If a cover takes too many candidates for an exact search, a greedy search takes its place.
+//! Each place demands a number of bytes, and each candidate spans some neighbouring places. In: places in order with
+//! their demands, and candidates. Out: the smallest cover found, and a proven lower bound on the size of every cover.
+//! The search is a branch-and-bound from left to right. At the leftmost place that still lacks bytes, the search skips
+//! a candidate if another candidate gives as many bytes and reaches as far. If a cover takes too many candidates for an
+//! exact search, a greedy search takes its place.
 
 use std::cmp::Reverse;
 use std::ops::Range;
@@ -15,15 +15,15 @@ use crate::order::sort_by_key;
 /// An interval that may be chosen for a cover.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Candidate {
-    /// Places at which it helps.
+    /// Places at which the candidate helps.
     pub span: Range<usize>,
-    /// Bytes that it gives at each of them.
+    /// Bytes that the candidate gives at each of these places.
     pub bytes: u64,
 }
 
 impl Candidate {
-    /// The value of this candidate at `place`: its bytes (no more than are `lacking` there) times the number of places
-    /// that it spans from there on.
+    /// Returns the value of this candidate at `place`: the candidate's bytes, at most `lacking`, times the number of
+    /// places of the span from `place` on.
     fn gives(&self, place: usize, lacking: u64) -> u128 {
         u128::from(self.bytes.min(lacking)) * (self.span.end - place) as u128
     }
@@ -86,8 +86,8 @@ pub(super) fn fewest(demand: &[u64], candidates: &[Candidate], work: u64, deadli
     Fewest { chosen: best.as_deref().map(as_given), at_least: Some(at_least) }
 }
 
-/// Searches greedily: at the leftmost place that still lacks bytes, takes the candidate with the highest value from
-/// there on. Returns `None` if the candidates don't meet the demand, the work is spent or the deadline has passed.
+/// Searches greedily: at the leftmost place that still lacks bytes, takes the candidate that has the highest value at
+/// this place. Returns `None` if the candidates don't meet the demand, the work is spent or the deadline has passed.
 fn greedily(mut left: Vec<u64>, candidates: &[Candidate], work: u64, deadline: Deadline) -> Option<Vec<usize>> {
     let mut is_open = vec![true; candidates.len()];
     let (mut chosen, mut spent) = (Vec::new(), 0);
@@ -112,8 +112,9 @@ fn greedily(mut left: Vec<u64>, candidates: &[Candidate], work: u64, deadline: D
 /// Returns the bytes to take off each candidate so that every demand is met with the fewest bytes in all. Returns
 /// `None` if all candidates together don't suffice.
 ///
-/// The search goes from left to right and takes from the candidate that reaches furthest. That is exact: all bytes cost
-/// the same, and a candidate that reaches further helps wherever another one does.
+/// The search goes from left to right. At each place that lacks bytes, the search takes the missing bytes off the open
+/// candidate whose span ends last. This greedy choice is optimal: every byte costs the same, and from this place on,
+/// the chosen candidate spans every place that another open candidate spans.
 pub(super) fn fewest_bytes(demand: &[u64], candidates: &[Candidate]) -> Option<Vec<u64>> {
     let mut order: Vec<usize> = (0..candidates.len()).collect();
     sort_by_key(&mut order, |&c| candidates[c].span.start);
@@ -145,8 +146,9 @@ pub(super) fn fewest_bytes(demand: &[u64], candidates: &[Candidate]) -> Option<V
     Some(taken)
 }
 
-/// Returns the places whose demand is not implied by a neighbour's. A larger demand implies a neighbour's smaller one if
-/// the candidates that reach only the place of the larger demand have no more bytes than the demands differ by.
+/// Returns the places whose demand is not implied by a neighbour's. A larger demand implies a neighbour's smaller
+/// demand if the candidates that reach only the place of the larger demand have no more bytes than the difference of
+/// the two demands.
 fn undominated(demand: &[u64], candidates: &[Candidate]) -> Vec<usize> {
     let mut begins = vec![0u128; demand.len() + 1];
     let mut ends = begins.clone();
@@ -155,7 +157,7 @@ fn undominated(demand: &[u64], candidates: &[Candidate]) -> Vec<usize> {
         ends[c.span.end] += u128::from(c.bytes);
     }
     let mut kept: Vec<usize> = Vec::new();
-    // Bytes of the candidates that began and ended since the last kept place.
+    // Bytes of the candidates that began since the last kept place, and of those that ended since then.
     let (mut began, mut ended) = (0, 0);
     for place in 0..demand.len() {
         began += begins[place];
@@ -186,9 +188,9 @@ fn undominated(demand: &[u64], candidates: &[Candidate]) -> Vec<usize> {
     kept
 }
 
-/// For each place, a lower bound on the number of candidates that the demands from there on take. The bound adds up
-/// places that have no candidate in common. If there are very many places, only some are used. Returns `None` if a
-/// demand can't be met or the deadline has passed.
+/// Returns, for each place, a lower bound on the number of candidates that are needed to meet the demands from that
+/// place on. The bound adds up the numbers of candidates needed at places that have no candidate in common. If there
+/// are very many places, only some are used. Returns `None` if a demand can't be met or the deadline has passed.
 fn suffix_bounds(demand: &[u64], candidates: &[Candidate], deadline: Deadline) -> Option<Vec<usize>> {
     let cells: usize = candidates.iter().map(|c| c.span.len()).sum();
     let stride = cells.div_ceil(MAX_CELLS).max(1);
@@ -217,7 +219,8 @@ fn suffix_bounds(demand: &[u64], candidates: &[Candidate], deadline: Deadline) -
 /// Most pairs of a place and a candidate that the suffix bounds look at.
 const MAX_CELLS: usize = 20_000_000;
 
-/// Returns how many of the largest values add up to the demand, or `None` if all values together don't.
+/// Returns the number of the largest values that add up to the demand, or `None` if all values together are less than
+/// the demand.
 fn largest_first(bytes: &mut [u64], demand: u64) -> Option<usize> {
     bytes.sort_unstable_by_key(|&b| Reverse(b));
     let mut sum = 0u64;
@@ -296,7 +299,7 @@ impl Search<'_> {
             self.deepen(place, reach.max(c.span.end));
             self.chosen.pop();
             self.left[place..c.span.end].copy_from_slice(&before);
-            // Next come covers without this candidate. They also exclude every candidate that it could replace.
+            // Covers without this candidate come next. They also exclude every candidate that this one could replace.
             open.retain(|&other| {
                 let dominated =
                     self.candidates[other].bytes <= c.bytes && self.candidates[other].span.end <= c.span.end;

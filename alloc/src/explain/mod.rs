@@ -28,17 +28,17 @@ pub struct Explanation {
     pub height: u64,
     /// The first tick at which the most bytes are alive.
     pub peak_tick: u64,
-    /// Bytes alive at that tick.
+    /// Bytes alive at the peak tick.
     pub peak_bytes: u64,
-    /// Bytes and number of buffers alive at that tick by role, most bytes first; empty without labels.
+    /// Bytes and number of buffers alive at the peak tick by role, most bytes first; empty without labels.
     pub roles: Vec<(Role, u64, usize)>,
-    /// Buffers alive at that tick, the largest first.
+    /// Buffers alive at the peak tick, the largest first.
     pub alive: Vec<BufferId>,
     /// Bytes by which the peak exceeds the capacity. Any remedy must save at least this much at the peak tick.
     pub excess: u64,
     /// The fewest buffers found such that all other buffers fit.
     pub leave_out: Remedy,
-    /// The fewest bytes found that make the problem fit when buffers are smaller by them.
+    /// The buffers to shrink so that the problem fits, by the fewest bytes found in total.
     pub shrink: Remedy,
     /// The fewest lifetimes found whose interruption makes the problem fit; `None` if no such remedy was found.
     pub free: Option<Remedy>,
@@ -54,7 +54,8 @@ pub struct Explanation {
 /// capacity. `labels` are indexed by [`BufferId`] and may be empty. With labels, only the lifetimes of activations are
 /// interrupted.
 ///
-/// This makes many plans. It uses the threads and the deadline of `options`; see [`Explanation::cut_short`].
+/// An explanation makes many plans, with the threads and within the deadline of `options`; see
+/// [`Explanation::cut_short`].
 pub fn explain(problem: &Problem, labels: &[Label], solution: &Solution, options: &Options) -> Option<Explanation> {
     let deadline = Deadline::after(options.deadline);
     let capacity = options.capacity.filter(|&capacity| solution.height > capacity)?;
@@ -98,21 +99,21 @@ impl Explanation {
         [&self.leave_out, &self.shrink].into_iter().chain(&self.free)
     }
 
-    /// Returns the problem after a remedy's changes. Buffers keep their ids. Buffers that are left out take no bytes.
-    /// The second half of each interrupted lifetime becomes a new buffer after all others. Returns `None` if pins or
-    /// groups don't allow the changes.
+    /// Returns the problem after a remedy's changes, or `None` if pins or groups don't allow the changes. Buffers keep
+    /// their ids. Buffers that are left out take no bytes. The second half of each interrupted lifetime becomes a new
+    /// buffer after all others.
     pub fn apply(problem: &Problem, remedy: &Remedy) -> Option<Problem> {
         remedy::apply(problem, &remedy.changes)
     }
 
-    /// The same explanation with other names for the buffers.
+    /// Returns the same explanation with other names for the buffers.
     pub fn named(mut self, name: impl Fn(BufferId) -> String) -> Self {
         let changed = self.remedies().flat_map(|remedy| &remedy.changes).map(Change::buffer);
         self.names = changed.map(|id| (id, name(id))).collect();
         self
     }
 
-    /// The same explanation, which also names those phases of `marks` that contain the peak tick.
+    /// Returns the same explanation, which then also names the phases of `marks` that contain the peak tick.
     pub fn during(mut self, marks: &[Mark]) -> Self {
         let there = marks.iter().filter(|mark| mark.ticks.contains(&self.peak_tick));
         self.phases = there.map(|mark| mark.name.clone()).collect();

@@ -1,9 +1,9 @@
 //! Remedies: changes after which a problem fits, and lower bounds on their size.
 //!
 //! At every tick at which more bytes are alive than the capacity holds, changes must free the excess.
-//! [`cover`](super::cover) computes how few changes do so, and no remedy has fewer. A plan of the changed
-//! problem shows whether they suffice. If not, the buffers that end above the capacity in that plan are changed as
-//! well.
+//! [`cover`](super::cover) computes the fewest changes that free it, and no remedy has fewer changes. A plan of the
+//! changed problem shows whether these changes suffice. If they don't, the buffers that end above the capacity in that
+//! plan are changed as well.
 
 use std::cmp::Reverse;
 use std::ops::Range;
@@ -18,7 +18,7 @@ use crate::{Buffer, BufferId, Label, Lifetime, Options, Problem, Proof, Role, So
 pub enum Change {
     /// The buffer is left out: its contents live elsewhere, or the buffer is not needed at all.
     LeaveOut(BufferId),
-    /// The buffer is smaller by so many bytes.
+    /// The buffer is smaller by this number of bytes.
     Shrink(BufferId, u64),
     /// The buffer's bytes are free during these ticks: its contents are recomputed, or kept elsewhere meanwhile.
     Free(BufferId, Lifetime),
@@ -35,8 +35,8 @@ impl Change {
 /// Changes of one kind after which the problem fits. A plan of the changed problem was checked against the capacity.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Remedy {
-    /// The changes, the largest first. The size of a change is the number of bytes taken off, or else the size of the
-    /// buffer.
+    /// The changes, the largest first. The size of a shrinking change is the number of bytes taken off; the size of any
+    /// other change is the size of its buffer.
     pub changes: Vec<Change>,
     /// Total bytes taken off if buffers shrink; otherwise the number of changes.
     pub size: u64,
@@ -62,7 +62,7 @@ impl Remedy {
     }
 }
 
-/// The problem after `changes`; `None` if pins and groups don't allow the changes.
+/// Returns the problem after `changes`, or `None` if pins and groups don't allow the changes.
 pub(super) fn apply(problem: &Problem, changes: &[Change]) -> Option<Problem> {
     let mut buffers = problem.buffers().to_vec();
     for change in changes {
@@ -81,15 +81,15 @@ pub(super) fn apply(problem: &Problem, changes: &[Change]) -> Option<Problem> {
     problem.with_buffers(buffers)
 }
 
-/// The problem for which remedies are sought.
+/// A search for remedies of one problem.
 pub(super) struct RemedySearch<'p> {
     pub problem: &'p Problem,
     pub labels: &'p [Label],
     pub solution: &'p Solution,
     pub capacity: u64,
     pub threads: Option<usize>,
-    /// Once this has passed, no more remedies are tried. The remedies found by then are valid, but may not be the
-    /// smallest.
+    /// Once this deadline has passed, no more remedies are tried. The remedies found by then are valid, but may not be
+    /// the smallest.
     pub deadline: Deadline,
 }
 
@@ -111,7 +111,7 @@ impl RemedySearch<'_> {
         }
         let excess = Excess::new(self.problem, self.capacity, self.unit(), |b| Some(b.lifetime.clone()));
         let found = fewest(&excess.bytes, &excess.candidates, COVER_WORK, self.deadline);
-        // Planning may have proven that nothing fits, even if no single tick holds too much.
+        // Planning may have proven that no plan fits, even if no single tick exceeds the capacity.
         let at_least = found.at_least.unwrap_or(0).max(usize::from(self.is_impossible()));
         let mut best = self.above(self.solution);
         let mut ids: Vec<BufferId> = found.chosen.unwrap_or_default().iter().map(|&k| excess.ids[k]).collect();
@@ -138,8 +138,8 @@ impl RemedySearch<'_> {
         Remedy::new(self.problem, out(&best), at_least as u64)
     }
 
-    /// Removes buffers from `ids` as long as the problem still fits without the others. Large sets are left as they
-    /// are.
+    /// Removes buffers from `ids` as long as the problem still fits when only the remaining ones are left out. Sets of
+    /// more than [`TRIES`] buffers are not changed.
     fn prune(&self, ids: &mut Vec<BufferId>, at_least: usize) {
         let mut k = 0;
         while k < ids.len() && ids.len() > at_least && ids.len() <= TRIES {
@@ -159,8 +159,8 @@ impl RemedySearch<'_> {
         self.cut(self.solution, &mut best);
         let mut at_least = self.solution.lower_bound.saturating_sub(self.capacity).max(self.is_impossible().into());
         let unit = self.unit();
-        // Sizes are reduced to the byte first, which helps only with the topmost buffers, then in multiples of the
-        // unit.
+        // The first pass reduces sizes by single bytes, which helps only with the topmost buffers. The second pass
+        // reduces sizes by multiples of the unit.
         for unit in if unit > 1 { vec![1, unit] } else { vec![1] } {
             if self.deadline.has_passed() {
                 break;
@@ -205,8 +205,8 @@ impl RemedySearch<'_> {
     }
 
     /// Searches for the fewest lifetimes to interrupt. With labels, only activations are interrupted. Members of groups
-    /// never are. A buffer keeps its first and its last tick, so that its first writer and its last reader still have
-    /// it. Returns `None` if no such remedy was found.
+    /// are never interrupted. An interrupted buffer is still alive at its first and last tick, for its first writer and
+    /// its last reader. Returns `None` if no such remedy was found.
     pub fn free(&self) -> Option<Remedy> {
         if self.deadline.has_passed() {
             return None;
@@ -241,7 +241,7 @@ impl RemedySearch<'_> {
         Some(Remedy::new(self.problem, changes, at_least.max(u64::from(self.is_impossible()))))
     }
 
-    /// True if planning has proven that nothing fits.
+    /// True if planning has proven that no plan fits the capacity.
     fn is_impossible(&self) -> bool {
         let bound = match self.solution.proof {
             Proof::None { bound } => bound,
@@ -250,7 +250,8 @@ impl RemedySearch<'_> {
         bound > self.capacity
     }
 
-    /// A common divisor of all offsets; 1 if there are forbidden ranges, since those may begin at any byte.
+    /// Returns a common divisor of all offsets. The result is 1 if there are forbidden ranges, since a forbidden range
+    /// may begin at any byte.
     fn unit(&self) -> u64 {
         let gcd = |mut a: u64, mut b: u64| {
             while b != 0 {
@@ -262,15 +263,16 @@ impl RemedySearch<'_> {
         if self.problem.forbidden().is_empty() { alignments.fold(0, gcd).max(1) } else { 1 }
     }
 
-    /// The buffers that end above the capacity.
+    /// Returns the buffers that end above the capacity in `solution`. If `solution` has no plan, returns all buffers
+    /// that have bytes.
     fn above(&self, solution: &Solution) -> Vec<BufferId> {
         let bytes = |id: BufferId| self.problem.buffer(id).bytes;
         let end = |id: BufferId| solution.offsets.get(id.index()).map_or(u64::MAX, |at| at.saturating_add(bytes(id)));
         self.problem.ids().filter(|&id| bytes(id) > 0 && end(id) > self.capacity).collect()
     }
 
-    /// Plans the changed problem. Returns `Ok` if the plan fits. If not, the error has the plan, or `None` if there is
-    /// none or the deadline has passed.
+    /// Plans the changed problem. Returns `Ok` if the plan fits. If the plan doesn't fit, the error holds this plan. If
+    /// there is no plan or the deadline has passed, the error holds `None`.
     fn solves(&self, changes: &[Change]) -> Result<(), Option<Solution>> {
         if self.deadline.has_passed() {
             return Err(None);
@@ -300,7 +302,7 @@ fn total(bytes: &[u64]) -> u128 {
 struct Excess {
     /// Ranges of ticks that are too full, ascending.
     ticks: Vec<Lifetime>,
-    /// Bytes that must go during each range of ticks.
+    /// Bytes that must be freed during each range of ticks.
     bytes: Vec<u64>,
     candidates: Vec<Candidate>,
     /// Buffer of each candidate.
@@ -308,8 +310,8 @@ struct Excess {
 }
 
 impl Excess {
-    /// Computes the excess. All bytes are multiples of `unit`, since all offsets are. `helps` returns the ticks during
-    /// which a buffer's bytes can be freed, if any.
+    /// Computes the excess. All bytes are rounded to multiples of `unit`, since all offsets are such multiples. `helps`
+    /// returns the ticks during which a buffer's bytes can be freed, or `None` if they can't be freed.
     fn new(problem: &Problem, capacity: u64, unit: u64, helps: impl Fn(&Buffer) -> Option<Lifetime>) -> Self {
         let forbidden = problem.forbidden().iter().map(|range| range.end.min(capacity).saturating_sub(range.start));
         let room = capacity.saturating_sub(forbidden.sum());

@@ -3,9 +3,9 @@
 use super::decompose::parts::Part;
 use crate::order::sort_by_key;
 
-/// Returns a lower bound on the height: the maximum over all cliques of the least height at which the space between the
-/// pins holds everything else alive. The bound holds even if items could be cut into pieces (water filling). One pass
-/// over time takes O((pins + cliques) log pins).
+/// Returns a lower bound on the height: the maximum, over all cliques, of the least height at which the space between
+/// the pins holds all other live items. The bound assumes that items can be cut into pieces (water filling), so it
+/// holds for whole items too. One pass over time takes O((pins + cliques) log pins).
 pub(crate) fn fractional_bound(part: &Part, live: &[u64]) -> u64 {
     let mut pins: Vec<(u64, u32)> = part.pins.iter().map(|&(i, at)| (at, i)).collect();
     pins.sort_unstable();
@@ -16,7 +16,7 @@ pub(crate) fn fractional_bound(part: &Part, live: &[u64]) -> u64 {
     sort_by_key(&mut deaths, |&rank| item(rank).end);
     let (mut births, mut deaths) = (births.into_iter().peekable(), deaths.into_iter().peekable());
     let mut standing = Standing::new(pins.iter().map(|pin| pin.0).collect());
-    // Live bytes of the pinned items. Forbidden ranges are pinned too, but don't count.
+    // Live bytes of the pinned items, without forbidden ranges, which are pinned too.
     let mut counted = 0;
     let mut most = 0;
     for (clique, &live) in (0..).zip(live) {
@@ -40,7 +40,8 @@ struct Standing {
     leaves: usize,
     /// Address of each leaf's pin.
     at: Vec<u64>,
-    /// For each node, the bytes of the live pins below it and the lowest address of these pins, if any.
+    /// For each node, the total bytes of the live pins below the node, and the lowest address of these pins; `None` if
+    /// there are none.
     nodes: Vec<(u64, Option<u64>)>,
 }
 
@@ -60,7 +61,7 @@ impl Standing {
         }
     }
 
-    /// The height of the surface if `bytes` fill the space between the pins from the bottom.
+    /// Returns the height that is reached if `bytes` fill the space between the pins from the bottom.
     fn level(&self, bytes: u64) -> u64 {
         // The free space below a pin grows with the pin's address, so the pins below the surface come first.
         let mut below = 0u64;

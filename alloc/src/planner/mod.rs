@@ -41,17 +41,17 @@ use run::Run;
 /// The limits of a planning run: the capacity that the plan should fit into, and the cost of the search.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Options {
-    /// Arena size that the plan should fit into; `None` asks for the lowest plan.
+    /// Arena size that the plan should fit into; `None` asks for the smallest arena.
     pub capacity: Option<u64>,
     /// Most work that may be spent. The unit is one rectangle looked at, so the limit means the same on every machine.
-    /// The [default](Self::DEFAULT_WORK) takes at most about five seconds of one core. Problems whose plan reaches the
-    /// lower bound need a small part of it.
+    /// The [default](Self::DEFAULT_WORK) takes at most about five seconds of one core. A problem whose plan reaches the
+    /// lower bound takes only a small part of the default.
     pub work: u64,
     /// Wall-clock limit. A plan that it cuts short depends on the machine; [`StopReason::Deadline`] marks such a plan.
     pub deadline: Option<Duration>,
     /// Number of threads; `None` uses the current rayon pool. The number has no influence on the plan.
     pub threads: Option<usize>,
-    /// Offsets of an earlier plan, by buffer. They are kept as far as that costs no height.
+    /// Offsets of an earlier plan, by buffer. The planner keeps these offsets as far as that costs no height.
     pub warm_start: Option<Vec<Option<u64>>>,
 }
 
@@ -137,7 +137,7 @@ pub enum StopReason {
 /// The cost of planning.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Stats {
-    /// Number of placements that were tried, including halves.
+    /// Number of placements that were tried. A placement of only one half of time also counts as one.
     pub placements: u64,
     /// Work spent, in rectangles looked at.
     pub work: u64,
@@ -147,7 +147,7 @@ pub struct Stats {
     pub kept: usize,
 }
 
-/// One offset per buffer, and what is proven about the height.
+/// The plan, which is one offset per buffer, and the proven bound on its height.
 #[derive(Debug, Clone)]
 pub struct Solution {
     /// Offset in bytes of each buffer, indexed by [`BufferId`](crate::BufferId).
@@ -156,7 +156,7 @@ pub struct Solution {
     pub height: u64,
     /// The max-live lower bound in bytes.
     pub lower_bound: u64,
-    /// The proof that the height is the lowest, if there is one.
+    /// The proof that the height is the lowest, or the best proven bound.
     pub proof: Proof,
     /// Whether the plan fits the capacity.
     pub fit: Fit,
@@ -175,8 +175,8 @@ impl Solution {
 
 /// Plans `problem`. The same problem and options always give the same plan, unless a deadline cuts the search short.
 ///
-/// The offsets form a plan even if [`Solution::fit`] says that it exceeds the capacity. They are empty only if the
-/// searches find no plan within 2^64 - 1 bytes.
+/// The offsets form a plan even if [`Solution::fit`] says that the plan exceeds the capacity. The offsets are empty
+/// only if the searches find no plan within 2^64 - 1 bytes.
 pub fn plan(problem: &Problem, options: &Options) -> Solution {
     match options.threads {
         None => plan_here(problem, options),

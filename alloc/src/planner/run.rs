@@ -1,4 +1,5 @@
-//! One run of the planner. It decomposes the problem, plans the parts, joins their plans and concludes what is proven.
+//! One run of the planner. A run decomposes the problem, plans the parts, joins their plans and concludes what is
+//! proven.
 
 use super::budget::Budget;
 use super::decompose::parts::{Source, Whole};
@@ -53,7 +54,8 @@ impl<'p> Run<'p> {
             let raw = self.attempt(&Whole::new(self.problem, false), &mut known);
             best = [best, raw].into_iter().flatten().min_by_key(|plan| plan.0);
         }
-        // Earlier addresses that didn't fit below the bound may fit below the height that was reached.
+        // Tries again to keep the earlier addresses: they did not fit within `aim`, but may fit within the height of
+        // the best plan.
         let kept = best.as_ref().filter(|b| b.0 > aim).and_then(|b| self.keep(b.0));
         (known, kept.or(best))
     }
@@ -67,7 +69,8 @@ impl<'p> Run<'p> {
         plan
     }
 
-    /// Plans the parts, joins their plans and raises the proven bounds.
+    /// Plans the parts, joins their plans and raises the proven bounds. Returns the joined plan, or `None` if a part
+    /// has no plan.
     fn attempt(&mut self, whole: &Whole, known: &mut Known) -> Option<Plan> {
         let bounds = whole.parts.iter().map(|part| part.base.saturating_add(part.bound));
         // This bound is computed from rounded sizes, so it may exceed what can be proven of the problem as given.

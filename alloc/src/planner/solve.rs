@@ -12,7 +12,8 @@ use crate::order::sort_by_key;
 /// The heights at which the plan of a part aims.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Goal {
-    /// The bound of the whole problem. A lower plan of this part would not lower the whole.
+    /// The bound of the whole problem. A plan of this part below that height would not lower the plan of the whole
+    /// problem.
     pub ceiling: u64,
     /// The height that suffices. Searches don't try to get lower.
     pub enough: u64,
@@ -34,7 +35,7 @@ pub(crate) struct Solver<'p> {
     pub best: Option<Placement>,
     /// Proven lower bound: no plan is lower than this.
     pub proven: u64,
-    /// Number of placements that were tried, including halves.
+    /// Number of placements that were tried, including placements of one half of time.
     pub placements: u64,
     /// Plans that are being repaired, the lowest first.
     repairs: Vec<Ejection<'p>>,
@@ -63,8 +64,8 @@ enum Method {
     Search,
 }
 
-/// The steps after plain sweeps. The first ones settle most parts; the later ones repeat them with more work. Each
-/// number is a divisor: the step may spend that fraction of the remaining work.
+/// The steps after plain sweeps. The first steps settle most parts; the later ones repeat them with more work. Each
+/// number is a divisor: with 64, the step may spend a 64th of the remaining work.
 const METHODS: [(u64, Method); 12] = [
     (64, Method::Repair),
     (22, Method::Backtracking),
@@ -90,7 +91,7 @@ const REGION_STEPS: [(u64, Method); 5] =
 /// Number of plans that are kept for repairs.
 const REPAIRS: usize = 3;
 
-/// Number of heights between the goal and the best plan that sweeps with backtracking try.
+/// Most heights between the goal and the best plan that sweeps with backtracking try.
 const HEIGHTS: u32 = 6;
 
 /// A part is small if it has at most this many items and cells (one item in one clique each). A search visits every
@@ -119,14 +120,15 @@ pub(crate) struct Outcome {
     pub placements: u64,
 }
 
-/// Plans every part. Each part first gets a plan; then the parts that miss their goals share the work equally. A bound
-/// that is proven for one part raises the height that suffices for the others. Returns the outcomes in the order of the
-/// parts.
+/// Plans every part and returns the outcomes in the order of the parts. First, each part gets a plan. Then the parts
+/// that miss their goals share the work equally. A bound that is proven for one part raises the height that suffices
+/// for the others.
 ///
 /// `aim` and `enough` are heights of the whole problem. A plan below `aim` gains nothing, and searches don't try to get
 /// below `enough`.
 pub(crate) fn solve_parts(parts: &[Part], aim: u64, mut enough: u64, budget: &mut Budget) -> Vec<Outcome> {
-    // Heights are multiples of the grain. A place right below a ceiling between two multiples would not be aligned.
+    // Heights are multiples of the grain. If a ceiling lay between two multiples, a place right below it would not be
+    // aligned.
     let goal = |part: &Part, enough: u64| {
         let down = |height: u64| height.saturating_sub(part.base) / part.grain * part.grain;
         Goal { ceiling: down(aim), enough: down(enough) }
@@ -232,8 +234,8 @@ impl<'p> Solver<'p> {
     }
 
     /// Bisects the range between the proven bound and the best height, with a search and a repair at each height. If
-    /// both fail, the part of the range above that height is next. Once that part is small, the whole range is tried
-    /// again with twice the work per height.
+    /// both fail, the bisection goes on in the part of the range above that height. Once that part is small, the whole
+    /// range is tried again with twice the work per height.
     fn close_in(&mut self, budget: &mut Budget) {
         let Some(best) = &self.best else { return };
         let mut repair = self.repairs.pop().or_else(|| self.start_repair(&best.offsets, budget));
@@ -261,9 +263,9 @@ impl<'p> Solver<'p> {
         }
     }
 
-    /// Sweeps with backtracking. The first ceiling is the goal itself. Each further one lies halfway between the lowest
-    /// height missed and the best plan. If one of these is met, the rest of the budget goes to the goal. If the first
-    /// two of them are missed, the rest is left to other steps.
+    /// Sweeps with backtracking. The first ceiling is the goal itself. Each further ceiling lies halfway between the
+    /// highest ceiling missed so far and the best plan. After the last ceiling, the rest of the budget goes to the
+    /// goal. If the first two further ceilings are both missed, the rest of the budget is left to other steps.
     fn backtrack_down(&mut self, budget: &mut Budget) {
         let grain = self.part.grain;
         let (mut lowest, mut is_any_met) = (self.goal.enough, false);

@@ -28,14 +28,14 @@ pub struct Comparison {
     pub capacity: Option<u64>,
     /// Options of the two kinds of PyTorch's allocator.
     pub pytorch: PyTorchOptions,
-    /// Whether to search for the smallest device on which each allocator completes. Each search takes some twenty
-    /// replays.
+    /// Whether to search for the smallest device on which each allocator completes. The search takes some twenty
+    /// replays per allocator.
     pub smallest_device: bool,
     /// Whether to record timelines for pictures, which takes longer.
     pub pictures: bool,
     /// Options of the planner for [`Kind::Gapless`].
     pub planner: Options,
-    /// An existing plan for [`Kind::Gapless`]; `None` to make one.
+    /// An existing plan for [`Kind::Gapless`]. With `None`, the comparison makes a plan.
     pub plan: Option<Solution>,
 }
 
@@ -59,7 +59,7 @@ impl Default for Comparison {
 pub struct Compared {
     /// One entry per allocator.
     pub allocators: Vec<Entry>,
-    /// The most bytes alive at once, before an allocator rounds them.
+    /// The most bytes alive at once, before any rounding by an allocator.
     pub peak_live: u64,
     /// Number of times that the step was repeated.
     pub iterations: u64,
@@ -81,7 +81,7 @@ pub struct Entry {
     pub timeline: Option<Timeline>,
 }
 
-/// Replays the requests through each allocator, each on a device of its own.
+/// Replays the requests through every allocator of `comparison`, each allocator on a device of its own.
 pub fn compare(problem: &Problem, requests: &Requests, comparison: &Comparison) -> Compared {
     let capacity = comparison.capacity.unwrap_or_else(|| match requests.peak_live() {
         live if live <= Device::DEFAULT_CAPACITY / 4 * 3 => Device::DEFAULT_CAPACITY,

@@ -10,9 +10,9 @@ use super::{Compared, Entry, timeline::Column};
 /// Rows of a picture. An idle range smaller than one row is not drawn.
 const ROWS: u64 = 260;
 
-/// Draws the allocators side by side over time. Each picture divides the reserved bytes into those that the program
-/// holds, those that are idle but needed at the peak, and those lost to fragmentation. The lost bytes are those
-/// reserved beyond the most bytes ever alive. Entries without a timeline are listed but not drawn.
+/// Draws the allocators side by side over time. Each picture divides the reserved bytes into bytes that the program
+/// holds, bytes that are idle but needed at the peak, and bytes lost to fragmentation. The lost bytes are the reserved
+/// bytes beyond the most bytes ever alive. Entries without a timeline are listed but not drawn.
 pub fn page(compared: &Compared, title: &str) -> String {
     let drawn = compared.allocators.iter().filter_map(|entry| entry.timeline.as_ref());
     let most = drawn.flat_map(|timeline| timeline.columns()).map(|column| column.reserved).max().unwrap_or(0).max(1);

@@ -14,8 +14,8 @@ use crate::{Block, Extent, Stream};
 /// Bit that is set in the slots of stitched blocks, and of no other blocks.
 const STITCHED: u32 = 1 << 31;
 
-/// All chunks and the blocks that map them. The work on a block grows with the number of runs into which it is cut, not
-/// with its number of chunks.
+/// All chunks and the blocks that map them. The work on a block grows with the number of runs into which the block is
+/// cut, not with the number of chunks.
 #[derive(Debug, Default)]
 pub(super) struct Blocks {
     /// All chunks that ever existed, as runs, keyed by the number of each run's first chunk.
@@ -26,7 +26,7 @@ pub(super) struct Blocks {
     /// Free primitive blocks by stream, then number of chunks, then first chunk.
     free_primitives: BTreeSet<(Stream, u32, u32)>,
     pub stitched: BTreeMap<u32, Stitched>,
-    /// Stitched blocks whose chunks are all free, by stream, then number of chunks, then number.
+    /// Stitched blocks whose chunks are all free, by stream, then number of chunks, then block number.
     free_stitched: BTreeSet<(Stream, u32, u32)>,
     next_stitched: u32,
     pub stitched_bytes: u64,
@@ -94,7 +94,8 @@ impl Blocks {
         whole.map(|&(_, chunks, first)| (first, chunks)).collect()
     }
 
-    /// Removes a free segment. Returns the stitched blocks that map chunks of it.
+    /// Removes the free segment whose first chunk is `first`. Returns the numbers of the stitched blocks that map
+    /// chunks of this segment.
     pub fn remove_segment(&mut self, first: u32) -> BTreeSet<u32> {
         let Primitive { chunks, stream, .. } =
             self.primitives.remove(&first).expect("the caller's number is one of ours");
@@ -102,7 +103,7 @@ impl Blocks {
         self.runs_of(first..first + chunks).flat_map(|run| std::mem::take(&mut run.mapped_by)).collect()
     }
 
-    /// Takes the best-fitting free primitive block, cut to size. Returns `None` if none fits.
+    /// Takes the best-fitting free primitive block, cut to `chunks`. Returns `None` if no free block is large enough.
     pub fn take_primitive(&mut self, chunks: u32, stream: Stream) -> Option<Block> {
         let &(found_stream, size, first) = self.free_primitives.range((stream, chunks, 0)..).next()?;
         if found_stream != stream {
@@ -115,8 +116,8 @@ impl Blocks {
         Some(Block { address: self.address(first), bytes: u64::from(chunks) * CHUNK, slot: first })
     }
 
-    /// Takes the best-fitting free stitched block that is at most `reuse_limit` times as large as the request. Returns
-    /// `None` if there is none.
+    /// Takes the best-fitting free stitched block, which may be at most `reuse_limit` times as large as the request.
+    /// Returns `None` if there is no such block.
     pub fn take_stitched(&mut self, chunks: u32, stream: Stream, reuse_limit: f64) -> Option<Block> {
         let &(found_stream, size, number) = self.free_stitched.range((stream, chunks, 0)..).next()?;
         if found_stream != stream || f64::from(size) > f64::from(chunks) * reuse_limit {
@@ -141,8 +142,9 @@ impl Blocks {
         Block { address: stitched.address, bytes: u64::from(chunks) * CHUNK, slot: STITCHED | number }
     }
 
-    /// Picks the largest free primitive blocks until they have `chunks` together. For each, returns the first chunk,
-    /// the size, and the number of chunks taken. Returns `None` if they do not suffice.
+    /// Picks free primitive blocks, the largest first, until the picked blocks have `chunks` together. For each block,
+    /// returns the first chunk, the size, and the number of chunks taken. Returns `None` if all free blocks do not
+    /// suffice, or if fewer than two are needed.
     pub fn pick(&self, chunks: u32, stream: Stream) -> Option<Vec<(u32, u32, u32)>> {
         let mut picked = Vec::new();
         let mut missing = chunks;
@@ -249,8 +251,8 @@ impl Blocks {
     }
 
     /// Cuts the free primitive block around `chunk` so that the longest runs of `held` chunks in it become blocks of
-    /// their own. These blocks are then no longer free. Does nothing if they have been cut already. Returns the end of
-    /// the original block.
+    /// their own. These new blocks are then no longer free. Does nothing if the block around `chunk` is not free,
+    /// because it was cut before. Returns the end of the original block.
     fn isolate(&mut self, chunk: u32, held: &[Range<u32>]) -> u32 {
         let (first, whole) = self.primitive_of(chunk);
         let end = first + whole.chunks;

@@ -1,17 +1,17 @@
 //! GMLake (ASPLOS '24; glake's fork of PyTorch's allocator): free blocks stitched by virtual memory.
 //!
-//! Requests up to 1 MiB are served like in PyTorch's small pool. Larger ones are rounded to chunks of 2 MiB, each of
-//! which is one piece of physical memory. A *primitive* block is a run of chunks that were mapped together. A
+//! Requests up to 1 MiB are served like in PyTorch's small pool. Larger requests are rounded to chunks of 2 MiB, each
+//! of which is one piece of physical memory. A *primitive* block is a run of chunks that were mapped together. A
 //! *stitched* block maps chunks of several free primitive blocks a second time, under one range of addresses.
 //!
 //! For a large request, the allocator tries in this order:
 //!
 //! 1. the best-fitting free primitive block, which is split if a chunk or more is left over;
 //! 2. a free stitched block of at most ten times the size;
-//! 3. if the request has at least the size of the fragmentation limit, stitching the largest free primitive blocks
-//!    until they suffice, the last one split;
-//! 4. new chunks;
-//! 5. new chunks again, after returning the cached blocks to the device.
+//! 3. if the request has at least the size of the fragmentation limit, a new stitched block from the largest free
+//!    primitive blocks, as many as needed (the last of them is split);
+//! 4. new chunks from the device;
+//! 5. new chunks again, after the cached blocks were returned to the device.
 //!
 //! Stitched blocks are kept for reuse as long as their chunks exist, up to a limit of mapped addresses.
 
@@ -35,9 +35,9 @@ const MAX_CHUNKS: u32 = 1 << 31;
 /// The settings that GMLake reads from environment variables.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct GmLakeOptions {
-    /// `fragLimit`, in bytes: requests smaller than this are never stitched.
+    /// `fragLimit`, in bytes: requests smaller than this limit are never stitched.
     pub fragmentation_limit: u64,
-    /// `reuseLimit`: a stitched block serves no request that is smaller than its size divided by this.
+    /// `reuseLimit`: a stitched block serves no request that is smaller than the block's size divided by this limit.
     pub reuse_limit: f64,
     /// `autoGC`: stitched blocks that are not in use are dropped once more than this many bytes of addresses are
     /// stitched.
@@ -59,7 +59,8 @@ pub struct GmLake {
     /// The blocks of larger requests.
     blocks: Blocks,
     large: Statistics,
-    /// Statistics of both pools together. They are kept separately, since the peaks of the two pools do not add up.
+    /// Statistics of both pools together. The sums are recorded while requests are served, since the peaks of the two
+    /// pools do not add up.
     statistics: Statistics,
 }
 
@@ -97,7 +98,8 @@ impl GmLake {
         self.blocks.take_primitive(chunks, stream)
     }
 
-    /// Stitches the largest free primitive blocks into one block of `chunks`. Returns `None` if they do not suffice.
+    /// Stitches the largest free primitive blocks into one block of `chunks`. Returns `None` if the request is below
+    /// the fragmentation limit, or if the blocks or the addresses do not suffice.
     fn stitch(&mut self, chunks: u32, stream: Stream) -> Option<Block> {
         if u64::from(chunks) * CHUNK < self.options.fragmentation_limit {
             return None;
@@ -115,7 +117,8 @@ impl GmLake {
         Some(block)
     }
 
-    /// Takes new chunks from the device as one free primitive block. Returns false if the device does not have them.
+    /// Takes new chunks from the device as one free primitive block. Returns false if the device has too few bytes
+    /// left.
     fn create_segment(&mut self, chunks: u32, stream: Stream) -> bool {
         let device = self.small.device_mut();
         if chunks > MAX_CHUNKS - self.blocks.count() {
@@ -136,7 +139,8 @@ impl GmLake {
     fn release_cached(&mut self) {
         for (first, chunks) in self.blocks.free_segments() {
             for number in self.blocks.remove_segment(first) {
-                // A stitched block that is in use holds chunks from its front, and none of the released ones.
+                // The program holds the front chunks of a stitched block that is in use. None of these chunks is
+                // released here.
                 match self.blocks.stitched[&number].used_chunks {
                     0 => self.drop_stitched(number),
                     keep => self.shorten(number, keep),

@@ -199,8 +199,8 @@ impl Blocks {
         back
     }
 
-    /// Joins `neighbour` into `id` if it exists, is idle and has the same mapping. `id` must be in no set. Returns true
-    /// if the two were joined.
+    /// Joins `neighbour` into `id` if there is a neighbour, the neighbour is idle, and both are mapped or both are
+    /// unmapped. `id` must be in no set. Returns true if the two were joined.
     pub(super) fn merge(&mut self, id: BlockId, neighbour: Option<BlockId>) -> bool {
         let Some(other) = neighbour else { return false };
         if !self.get(other).is_idle() || self.get(other).mapped != self.get(id).mapped {

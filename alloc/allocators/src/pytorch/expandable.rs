@@ -17,8 +17,8 @@ struct Segment {
 }
 
 impl PyTorch {
-    /// Maps memory for a request, at the lowest addresses where idle and unmapped bytes together suffice. Returns
-    /// `None` if the device does not have the memory.
+    /// Maps memory for a request, at the lowest addresses where idle and unmapped bytes together suffice, and returns
+    /// the block. Returns `None` if the device has too little memory or too few addresses left.
     pub(super) fn expand(&mut self, request: &Request) -> Option<BlockId> {
         let mut candidate = self.room(request)?;
         if !self.blocks.get(candidate).mapped {
@@ -38,7 +38,7 @@ impl PyTorch {
     }
 
     /// Returns the first block of a run of idle and unmapped blocks that can hold the request. If there is no such run,
-    /// creates a new segment.
+    /// creates a new segment. Returns `None` if the segment would be smaller than the request or no addresses are left.
     fn room(&mut self, request: &Request) -> Option<BlockId> {
         let holds = |first: BlockId| {
             let (mut bytes, mut at) = (0, Some(first));
@@ -144,8 +144,8 @@ impl PyTorch {
         }
     }
 
-    /// Number of mapped neighbours of a block. These are the segments that the block joins when it is mapped, or that
-    /// remain when it is unmapped.
+    /// Returns the number of mapped neighbours of a block. Each of these neighbours is the end of a mapped range.
+    /// Mapping the block joins these ranges, and unmapping the block separates them.
     fn mapped_neighbours(&self, id: BlockId) -> u64 {
         let block = self.blocks.get(id);
         let neighbours = [block.previous, block.next];

@@ -1,10 +1,11 @@
 //! PyTorch's caching allocator (`c10/cuda/CUDACachingAllocator.cpp`, 2.15).
 //!
-//! Requests are rounded to 512 bytes and served by the best-fitting free block of their stream and pool (small for at
-//! most 1 MiB, large otherwise). The block is split if the rest is large enough. If no block fits, a segment is taken
-//! from the device. It has 2 MiB for small requests and 20 MiB for requests up to 10 MiB; above that, the size is
-//! rounded to 2 MiB. Freed blocks join their free neighbours and stay cached. When the device is full, unsplit cached
-//! blocks are returned to it, and the request is tried again.
+//! Requests are rounded to 512 bytes and served by the best-fitting free block of their stream and pool. Requests of at
+//! most 1 MiB belong to the small pool, and all others to the large pool. The block is split if the rest is large
+//! enough. If no block fits, a segment is taken from the device. A segment has 2 MiB for small requests and 20 MiB for
+//! requests from 1 to 10 MiB. For larger requests, the segment has the size of the request, rounded to 2 MiB. Freed
+//! blocks join their free neighbours and stay cached. When the device is full, unsplit cached blocks are returned to
+//! it, and the request is tried again.
 
 mod blocks;
 mod expandable;
@@ -35,7 +36,7 @@ pub struct PyTorch {
     expandable: ExpandableSegments,
     /// Freed blocks that other streams may still use, by stream, in the order in which the stream finishes with them.
     events: BTreeMap<Stream, VecDeque<BlockId>>,
-    /// Number of events at the front of each queue that are done but not processed yet.
+    /// For each stream, the number of events at the front of its queue that are done but not processed yet.
     done: BTreeMap<Stream, usize>,
     statistics: Statistics,
 }
@@ -69,7 +70,7 @@ impl PyTorch {
         &mut self.device
     }
 
-    /// Searches a block in every way that the allocator has, in order. Returns `None` if all of them fail.
+    /// Searches for a block in all ways that the allocator has, in order. Returns `None` if all of them fail.
     fn find_block(&mut self, request: &Request) -> Option<BlockId> {
         if let Some(block) = self.take_free_block(request) {
             return Some(block);
@@ -142,7 +143,7 @@ impl PyTorch {
         Some(self.blocks.create_segment(request.stream, request.pool, address, request.segment_bytes))
     }
 
-    /// True if the rest of a block is split off. If it is false, the whole block is handed out.
+    /// True if the rest of a block is split off; otherwise the whole block is handed out.
     fn splits(&self, request: &Request, found: BlockId) -> bool {
         let remaining = self.blocks.get(found).bytes - request.bytes;
         if request.pool == PoolKind::Small || self.options.expandable_segments {
@@ -178,8 +179,9 @@ impl PyTorch {
         }
     }
 
-    /// With `max_split_size_mb`, frees one oversized block that is large enough for the request. If there is none,
-    /// frees as many of the largest oversized blocks as needed. Returns true if enough was freed.
+    /// If `max_split_size_mb` is set, frees one oversized block that is large enough for the request. If no block is
+    /// that large, frees as many of the largest oversized blocks as needed. Returns true if enough was freed, and false
+    /// if the option is not set.
     fn release_oversized(&mut self, request: &Request) -> bool {
         let limit = self.options.max_split_bytes;
         if limit == u64::MAX {
@@ -230,7 +232,7 @@ impl PyTorch {
         }
     }
 
-    /// The most bytes that may be reserved; `None` unless a fraction of the device is set.
+    /// Returns the most bytes that may be reserved, or `None` if the options set no fraction of the device.
     fn allowed(&self) -> Option<u64> {
         self.options.memory_fraction.map(|fraction| (fraction * self.device.capacity() as f64) as u64)
     }

@@ -7,15 +7,15 @@ const MIB: u64 = 1 << 20;
 /// The options that affect reserved memory. The defaults are PyTorch's.
 #[derive(Debug, Clone, PartialEq)]
 pub struct PyTorchOptions {
-    /// `max_split_size_mb`: blocks of at least this many bytes are never split, and do not serve requests smaller than
-    /// this.
+    /// `max_split_size_mb`: blocks of at least this many bytes are never split, and do not serve requests of fewer
+    /// bytes.
     pub max_split_bytes: u64,
-    /// `max_non_split_rounding_mb`: an unsplittable block serves only requests that are smaller than the block by less
-    /// than this.
+    /// `max_non_split_rounding_mb`: an unsplittable block serves a request only if the block is larger than the request
+    /// by less than this value.
     pub max_non_split_rounding_bytes: u64,
     /// `roundup_power2_divisions`: number of parts into which the range up to the next power of two is divided. The
-    /// entries are for requests below 2 MiB, below 4 MiB, and so on; the last is for 32 GiB and more. 0 and 1 round to
-    /// multiples of 512 bytes instead.
+    /// entries are for requests below 2 MiB, below 4 MiB, and so on; the last entry is for 32 GiB and more. If an entry
+    /// is 0 or 1, its requests are rounded to multiples of 512 bytes instead.
     pub roundup_power2_divisions: [u64; 16],
     /// `garbage_collection_threshold`: a fraction of the allowed memory. If more than this is reserved, cached blocks
     /// that are older than average are freed before new memory is taken. As in the original, the option has no effect

@@ -1,7 +1,7 @@
 //! PyTorch memory snapshots, as `torch.cuda.memory._dump_snapshot` writes them.
 //!
 //! In: the pickle, from an untrusted source. Out: the lifetime of every recorded allocation, ready for planning and
-//! replay. The file may contain plain data only; nothing in it is imported or called (see `pickle`).
+//! replay. The file may contain plain data only; reading it imports and calls nothing (see `pickle`).
 
 mod pickle;
 
@@ -24,7 +24,7 @@ const MAX_REFUSED: usize = 16;
 #[derive(Debug, Clone)]
 pub struct Snapshot {
     /// Lifetimes of the allocations. Each event of the trace is a tick. Allocations from before the recording live from
-    /// tick 0 on; those that still existed at its end live to the last tick.
+    /// tick 0 on. Allocations that still existed when the recording ended live to the last tick.
     pub problem: Problem,
     /// The stream of each allocation, indexed by [`BufferId`](gapless_alloc::BufferId). Streams are numbered by first
     /// appearance.
@@ -273,8 +273,8 @@ fn lifetimes(events: &[Entry], blocks: &[SegmentBlock], device: usize) -> Result
     Ok(Snapshot { problem, streams, device, reserved: held, refused })
 }
 
-/// Returns the requests that PyTorch could not serve. The bytes that PyTorch held at each of them are computed
-/// backwards from the bytes at the end.
+/// Returns the requests that PyTorch could not serve. The bytes that PyTorch held at each of these requests are
+/// computed backwards from `held`, the bytes at the end of the trace.
 fn refused(events: &[Entry], history: &History, held: u64, mut number: impl FnMut(i64) -> Stream) -> Vec<Refused> {
     let (mut refused, mut reserved, mut tick) = (Vec::new(), held, history.tick);
     for (event, entry) in events.iter().enumerate().rev() {

@@ -4,8 +4,9 @@
 //! with text as ranges of the file. Never: an import or a call (their opcodes are refused), recursion, or a copy of a
 //! shared value. So nesting, loops and sharing cost nothing, and memory stays within a few words per byte of the file.
 //!
-//! No crate is used, because `serde-pickle` 1.2 counts the references to each memoised value. It fails on shared values
-//! that contain memoised ones, such as the stack frames of every snapshot. It also recurses without a limit.
+//! No crate is used, because `serde-pickle` 1.2 counts the references to each memoised value. So that crate fails on
+//! shared values that contain memoised values, such as the stack frames of every snapshot. It also recurses without a
+//! limit.
 
 use std::ops::Range;
 
@@ -65,8 +66,8 @@ impl<'b> Pickle<'b> {
         }
     }
 
-    /// Returns the value of a key in a dict, or `None` if there is none. Dicts of more than 1024 keys are skipped; the
-    /// reader of snapshots needs none of them.
+    /// Returns the value of a key in a dict. Returns `None` if the value is not a dict, has no such key, or has more
+    /// than 1024 keys; the reader of snapshots needs no dict that large.
     pub(super) fn field(&self, id: ValueId, key: &str) -> Option<ValueId> {
         let Value::Dict(entries) = self.value(id) else { return None };
         if entries.len() > 2048 {

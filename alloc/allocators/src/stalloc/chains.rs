@@ -14,8 +14,8 @@ pub(super) struct Chain {
 }
 
 /// The ticks of the last planned iteration, whose rectangles count a second time, one iteration later. The released
-/// code calls these ticks `iter1_start`, `iter1_end` and `global_max_time`. It takes the iteration's first and last
-/// tick from single buffers only, so there are echoes only if a step ends with a group.
+/// code calls these ticks `iter1_start`, `iter1_end` and `global_max_time`. It takes the first and last tick of the
+/// iteration from single buffers only, so there are echoes only if a step ends with a group.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Echo {
     /// First tick of the last iteration.

@@ -48,8 +48,8 @@ pub(super) fn form(rectangles: &[Rectangle], spans: &[(u64, usize, usize)]) -> (
     groups.sort_by_key(|group| group.lifetime.start);
     let largest = groups.iter().map(|group| group.bytes).max().unwrap_or(0);
     dissolve(&mut groups, &mut single, |g| (g.bytes as f64) < largest as f64 * 0.1 && g.members.len() < FEW);
-    // A single buffer that is as large as a group becomes a group of its own. As in the released code, the next buffer
-    // in the list is then skipped.
+    // A single buffer that is as large as a group becomes a group of its own. As in the released code, the buffer that
+    // follows in the list is then skipped.
     let smallest = groups.iter().map(|group| group.bytes).min().unwrap_or(u64::MAX);
     let mut is_passed_over = false;
     single.retain(|&number| {
@@ -248,7 +248,8 @@ mod tests {
 
     #[test]
     fn groups_fuse_where_usage_improves() {
-        // The larger group dies in steps; the smaller one is born in steps after it.
+        // The members of the larger group die one after the other. The members of the smaller group are then born one
+        // after the other.
         let rows = [(0..30, 8), (0..22, 8), (23..50, 6), (31..50, 6)];
         check(&rows, &[10, 20, 40], true, &[(&[0, 1, 3, 2], 16)], &[]);
         // Groups that are nested in time are never fused.

@@ -74,8 +74,8 @@ fn stack(groups: &[Group], echo: &Echo) -> Vec<Layer> {
 }
 
 impl Layer {
-    /// Moves groups from `left` to lanes of `bytes`. Lanes are first made within existing lanes that are large enough,
-    /// then above them.
+    /// Moves groups from `left` to lanes of `bytes`. Lanes are first created within existing lanes that are large
+    /// enough, then above all existing lanes.
     fn take(&mut self, groups: &[Group], bytes: u64, left: &mut Vec<usize>, echo: &Echo) {
         let (mut above, mut at) = (0, 0);
         while at < self.lanes.len() {

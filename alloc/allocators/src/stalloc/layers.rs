@@ -4,12 +4,13 @@
 //!
 //! Two properties of the released code affect the results:
 //!
-//! - Time counts single requests. A buffer that fills a layer occupies its first to its last tick, both included. A
-//!   member of the layer itself, however, occupies the tick before its first to the tick before its last. So a buffer
-//!   that is freed in the very request before a member's birth doesn't fit.
-//! - The order in which a size class is offered is revised by [`TRIALS`] passes. They fill copies of the layers, and
-//!   move the positions that found no place to the front. The next pass reads these positions as numbers of buffers.
-//!   Whether a pass has improved the result is not checked.
+//! - Time counts single requests. A buffer that fills the idle space of a layer occupies the ticks from its first to
+//!   its last, both included. A member of the layer itself, however, occupies the ticks one earlier: from the tick
+//!   before its first to the tick before its last. So a buffer doesn't fit if it is freed in the very request before a
+//!   member's birth.
+//! - The order in which a size class is offered is revised by [`TRIALS`] passes. Each pass fills copies of the layers.
+//!   Then the positions (in the order) of the buffers that found no place move to the front. The next pass reads these
+//!   positions as numbers of buffers. Whether a pass has improved the result is not checked.
 
 use std::collections::BTreeMap;
 

@@ -1,9 +1,9 @@
 //! STAlloc: a static plan from a profiled run that is matched request by request, and a caching allocator for all other
 //! requests.
 //!
-//! The model follows the released planner (`Synthesizer/` of infinigence/STAlloc at 3a9f97ff4896, arXiv 2507.16274). It
-//! places persistent buffers end to end, and plans the buffers that are born in the first two iterations. All sizes are
-//! rounded to 512 bytes.
+//! The model follows the released planner (`Synthesizer/` of infinigence/STAlloc at 3a9f97ff4896, arXiv 2507.16274).
+//! The planner places persistent buffers end to end, and plans the buffers that are born in the first two iterations.
+//! All sizes are rounded to 512 bytes.
 //!
 //! - By default ([`StAlloc::new`], `--static-algo split-and-fuse`), the buffers of the iterations go into layers, size
 //!   by size.
@@ -12,13 +12,13 @@
 //!   autotune`.
 //! - [`StAlloc::strips`] follows the idea of the layers, without the losses of the released code.
 //!
-//! At run time, the n-th request of an iteration gets the n-th planned offset if its size is the planned one and the
-//! bytes are free. Otherwise, PyTorch's caching allocator serves it. Requests of at most 512 bytes have blocks of their
-//! own, twice as many as are ever alive.
+//! At run time, the n-th request of an iteration gets the n-th planned offset if the request has the planned size and
+//! the bytes at this offset are free. Otherwise, PyTorch's caching allocator serves it. Requests of at most 512 bytes
+//! have blocks of their own, twice as many as are ever alive.
 //!
 //! Buffers that are marked as dynamic (their sizes depend on the data) are not planned. A dynamic buffer gets the
-//! best-fitting range that the plan leaves idle throughout its lifetime. If there is none, the caching allocator serves
-//! it too.
+//! best-fitting range that the plan leaves idle throughout its lifetime. If there is no such range, the caching
+//! allocator serves the dynamic buffer too.
 
 mod chains;
 mod groups;
@@ -102,8 +102,8 @@ impl StAlloc {
         self.plan.bytes.saturating_add(self.plan.small_blocks * GRAIN)
     }
 
-    /// Returns the address of the pool, which is taken from the device first if that has not been done yet. Returns
-    /// `None` if the device does not have the bytes.
+    /// Returns the address of the static pool, or `None` if the device does not have the bytes. The first call takes
+    /// the pool from the device.
     fn pool(&mut self) -> Option<u64> {
         let bytes = self.pool_bytes();
         if self.pool.is_none() && bytes > 0 {
@@ -115,8 +115,8 @@ impl StAlloc {
         Some(self.pool.unwrap_or_default())
     }
 
-    /// Returns the planned offset of the next request. Returns `None` if its size is not the planned one or the bytes
-    /// are not free.
+    /// Returns the planned offset of the next request. Returns `None` if the request does not have the planned size, or
+    /// if the bytes at the planned offset are not free.
     fn planned_offset(&mut self, bytes: u64) -> Option<u64> {
         if bytes <= self.plan.small {
             return self.small.pop();
@@ -283,8 +283,8 @@ mod tests {
         let requests = Requests::new(&problem);
         let mut allocator = StAlloc::with(Device::new(1 << 30), &problem, &requests, &[], |id| id.index() >= 3);
         let report = crate::replay(&requests, &mut allocator, 1).unwrap();
-        // The static buffer of 4096 bytes dies right before the next iteration's buffer of 8192 bytes is born, so it
-        // has a layer of its own. The first dynamic buffer takes half of the 8192 idle bytes, and the second fits
+        // The static buffer of 4096 bytes has a layer of its own, since it dies right before the next iteration's
+        // buffer of 8192 bytes is born. The first dynamic buffer takes half of the 8192 idle bytes, and the second fits
         // nowhere.
         assert_eq!(report.peak_reserved(), 8192 + 4096 + 2 * 512 + (2 << 20));
     }

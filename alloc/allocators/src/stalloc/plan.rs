@@ -35,7 +35,7 @@ pub(super) struct Plan {
 /// The plan for one request.
 #[derive(Debug, Clone)]
 pub(super) enum Planned {
-    /// The buffer goes to this offset, if its size is the planned one.
+    /// The buffer goes to this offset if the request has the planned size `bytes`.
     Static { offset: u64, bytes: u64 },
     /// The buffer goes anywhere in these ranges of the pool (offset, bytes), which are idle throughout its lifetime.
     Dynamic { idle: Vec<(u64, u64)> },

@@ -79,14 +79,14 @@ impl Room {
         Self { members, ticks, heights }
     }
 
-    /// Returns the places of the members in an order, ascending, each with the cells that the member needs.
+    /// Returns the places that the members have in an order, ascending, each with the cells that the member needs.
     pub(super) fn by_place(&self, rank: &[usize]) -> Vec<(usize, Range<usize>)> {
         let mut places: Vec<_> = self.members.iter().map(|(member, cells)| (rank[*member], cells.clone())).collect();
         places.sort_by_key(|place| place.0);
         places
     }
 
-    /// Returns the layer's skyline, with the new heights of the cells that have grown.
+    /// Returns the layer's skyline, in which the cells that have grown have the new `heights`.
     pub(super) fn grown(&self, skyline: &Skyline, heights: &[u64]) -> Skyline {
         let grown = (0..heights.len()).filter(|&cell| heights[cell] > self.heights[cell]);
         skyline.with(grown.map(|cell| (self.ticks[cell]..self.ticks[cell + 1], heights[cell])))

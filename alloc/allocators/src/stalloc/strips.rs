@@ -1,8 +1,8 @@
 //! Strips without the losses of the released planner: buffers of one size take turns in strips. Large sizes are placed
-//! first. Smaller buffers fill the idle space of larger strips before they get strips of their own.
+//! first. Smaller buffers first fill the idle space of larger strips, and then get strips of their own.
 //!
 //! One iteration is planned. Each lifetime lasts from birth to death and no longer, and every size class is placed in
-//! order of birth. The result is what [`layers`](super::layers) could reach at best.
+//! order of birth. The result shows what [`layers`](super::layers) could reach without these losses.
 
 use std::collections::BTreeMap;
 

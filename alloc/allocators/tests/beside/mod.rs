@@ -90,8 +90,8 @@ impl Case<'_> {
     pub fn row(&self) -> Row {
         let ample = self.checked_report(u64::MAX >> 8).high_water_bytes;
         let static_height = self.static_height();
-        // A larger reserve does not always serve the requests that a smaller one served. The same holds for the other
-        // allocators and their devices.
+        // A larger reserve does not always serve the requests that a smaller reserve served. In the same way, other
+        // allocators may fail on a larger device than one on which they complete.
         let (mut fails, mut serves) = (0, ample.div_ceil(STEP));
         while self.run(serves * STEP).is_none() {
             serves += serves / 64 + 1;
@@ -160,7 +160,7 @@ impl Case<'_> {
                     as Box<dyn Allocator>
             })
         };
-        // STAlloc's planner has two algorithms, of which the better result counts.
+        // STAlloc's planner has two algorithms; the better of their results counts.
         let ways = [&[][..], self.phases].into_iter().take(if self.phases.is_empty() { 1 } else { 2 });
         let stalloc = ways.map(stalloc).min_by_key(|r| r.reserved).expect("there is one");
         [stalloc, pytorch(PyTorchOptions::default()), pytorch(PyTorchOptions::expandable())]

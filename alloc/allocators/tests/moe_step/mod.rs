@@ -72,8 +72,8 @@ impl MoeStep {
         self.tokens * self.top_k
     }
 
-    /// The most rows that a rank can receive. Every token of every rank then chooses as many of this rank's experts as
-    /// it can.
+    /// The most rows that a rank can receive. For this, every token of every rank chooses as many experts of this rank
+    /// as possible.
     pub fn most_rows(&self) -> u64 {
         self.ranks * self.tokens * self.top_k.min(self.experts / self.ranks)
     }

@@ -1,5 +1,5 @@
-//! Recorded steps of mixture-of-experts models. Their buffers are separated into dynamic ones, whose size depends on
-//! the data, and all others.
+//! Recorded steps of mixture-of-experts models. The buffers of a step are separated into dynamic buffers, whose size
+//! depends on the data, and all others.
 //!
 //! The tables have sizes but no names, so buffers are recognized by their shapes (in bf16). An expert's forward with
 //! `rows` rows has three or more births of `2 · FF · rows` bytes (gate, up, silu, product) and then one of `2 · D ·
@@ -7,8 +7,8 @@
 //! `2 · D · rows`.
 //!
 //! If the rows of an expert or a dispatch are found in this way, every size that is `rows` times one of these widths is
-//! dynamic. The exception is a size that occurs more often than the experts can need it. In that case, a static number
-//! of rows happens to be the same.
+//! dynamic. The exception is a size that occurs more often than the experts can need it. Such a size is static: some
+//! static buffers happen to have the same number of rows.
 
 use std::collections::BTreeMap;
 use std::fs::File;

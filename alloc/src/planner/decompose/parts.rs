@@ -3,11 +3,11 @@
 //! In: a checked [`Problem`]. Out: [`Part`]s that can be planned separately and whose plans add up to a plan of the
 //! whole. Never: a decision that could cost height. All four steps are exact:
 //!
-//! 1. Sizes are rounded up to the greatest common divisor of the alignments, since no buffer can start in between
-//!    (unless a forbidden range does). If an alignment divides all sizes and pins, every stack of buffers satisfies it,
-//!    and it is dropped.
-//! 2. Each group becomes one item, as if all its members lived as long as the group (`features/groups.rs` plans groups
-//!    whose members don't).
+//! 1. Sizes are rounded up to the greatest common divisor of the alignments, since no buffer can start between two
+//!    multiples of this divisor. A forbidden range can, so a problem with forbidden ranges keeps its sizes. If an
+//!    alignment divides all sizes and pins, every stack of buffers satisfies this alignment, and it is dropped.
+//! 2. Each group becomes one item, as if all its members lived as long as the group. If members live differently,
+//!    `features/groups.rs` plans the group.
 //! 3. Ticks become *cliques*: the maximal sets of buffers alive together, numbered in order of time. Two buffers
 //!    overlap in time exactly when they share a clique. Between two cliques, the order of births and deaths doesn't
 //!    matter.
@@ -31,7 +31,7 @@ pub(crate) struct Item {
     pub start: u32,
     pub end: u32,
     pub bytes: u64,
-    /// The alignment, or 1 if every stack of items satisfies it anyway.
+    /// The alignment, or 1 if every stack of items satisfies the alignment anyway.
     pub alignment: u64,
 }
 
@@ -46,7 +46,7 @@ impl Item {
     }
 }
 
-/// Items that share no clique with those of any other part.
+/// Items that share no clique with the items of any other part.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Part {
     /// Sorted by start; of items that start together, the longest-lived comes first.
@@ -97,8 +97,8 @@ pub(crate) struct Whole {
     pub padding: u64,
 }
 
-/// The number of times that items that are alive throughout a part are removed and the rest is split again. Deeper nesting is left
-/// to the searches.
+/// Most times that a part is split again after the items alive throughout the part were moved to its bottom. Deeper
+/// nesting is left to the searches.
 const DEPTH: u32 = 8;
 
 impl Whole {
@@ -121,7 +121,7 @@ impl Whole {
                 let to = members.iter().map(|&i| items[i as usize].end).max().unwrap_or(from);
                 let spans = |i: u32| items[i as usize].start == from && items[i as usize].end == to;
                 let loose = |i: u32| items[i as usize].alignment == 1 && pin(i).is_none();
-                // Among the items that start first, the longest-lived comes first in the list. So if that one doesn't
+                // Among the items that start first, the longest-lived comes first in the list. So if this item doesn't
                 // span the part, no item does.
                 if depth == DEPTH || !spans(first) || !members.iter().all(|&i| loose(i)) {
                     whole.parts.push(Part::new(&items, &whole.sources, members, pin, from..to, base));
@@ -156,7 +156,7 @@ impl Part {
             Item { start: item.start - cliques.start, end: item.end - cliques.start, ..item }
         };
         let items = sources.iter().map(shifted).collect();
-        // A part holds pins only if no items were moved to its bottom, so its base is 0.
+        // If a part holds pins, no items were moved to the part's bottom, so the base is 0.
         let pins: Vec<(u32, u64)> = (0..).zip(&sources).filter_map(|(k, &i)| Some((k, pin(i)?))).collect();
         let is_forbidden = |k: &u32| kinds[sources[*k as usize] as usize] == Source::Forbidden;
         let forbidden = pins.iter().map(|pin| pin.0).filter(is_forbidden).collect();
@@ -178,7 +178,7 @@ impl Part {
 
     /// Bytes alive in each clique.
     pub fn live(&self) -> Vec<u64> {
-        // Differences may wrap around; the running sums undo that, since no sum exceeds the live bytes.
+        // Differences may wrap around. The running sums undo the wrapping, since no sum exceeds the live bytes.
         let mut live = vec![0u64; self.cliques as usize + 1];
         let mut add = |item: Item, bytes: u64| {
             live[item.start as usize] = live[item.start as usize].wrapping_add(bytes);
@@ -196,8 +196,8 @@ impl Part {
         live
     }
 
-    /// The maximum of two bounds: the highest end of a pin, and the height at which the space between the pins holds
-    /// all other live items, in the clique where that height is largest.
+    /// Returns the largest of three bounds: the most bytes alive in a clique, the highest end of a pin, and the
+    /// [`fractional_bound`] of the items between the pins.
     fn height_bound(&self) -> u64 {
         let live = self.live();
         let bound = live.iter().copied().max().unwrap_or(0);
@@ -214,7 +214,8 @@ impl Part {
         !self.forbidden.is_empty() && self.forbidden.binary_search(&item).is_ok()
     }
 
-    /// The plan with these offsets. Its height is one past the highest byte, not counting forbidden ranges.
+    /// Returns the plan with these offsets. The plan's height is one past the highest byte, not counting forbidden
+    /// ranges.
     pub fn placement(&self, offsets: Vec<u64>) -> Placement {
         let ends = (0..).zip(self.items.iter().zip(&offsets)).filter(|(i, _)| !self.is_forbidden(*i));
         let height = ends.map(|(_, (item, at))| at + item.bytes).max().unwrap_or(0);
@@ -270,7 +271,7 @@ impl Table {
     }
 }
 
-/// Steps 1 and 2. Buffers of zero bytes are left out.
+/// Steps 1 and 2 of this module's list. Buffers of zero bytes are left out.
 fn table(problem: &Problem, rounded: bool) -> Table {
     let count = problem.len() + problem.groups().len();
     let (lifetimes, items, sources) = (Vec::with_capacity(count), Vec::with_capacity(count), Vec::with_capacity(count));
@@ -290,7 +291,7 @@ fn table(problem: &Problem, rounded: bool) -> Table {
     let unit = if rounded && problem.forbidden().is_empty() { common } else { 1 };
     let mut grain = table.pins.iter().fold(0, |grain, &(_, offset)| gcd(grain, offset));
     for item in &mut table.items {
-        // Rounding can only fail within one unit of 2^64; such an item keeps its size.
+        // Rounding can only fail for a size within one unit of 2^64. An item of such a size keeps it.
         let rounded = item.bytes.checked_next_multiple_of(unit).unwrap_or(item.bytes);
         table.padding = table.padding.max(rounded - item.bytes);
         item.bytes = rounded;
@@ -320,10 +321,11 @@ pub(crate) fn gcd(mut a: u64, mut b: u64) -> u64 {
     a
 }
 
-/// Step 3: sets the `start` and `end` of the items and returns the number of cliques.
+/// Step 3 of this module's list: sets the `start` and `end` of the items and returns the number of cliques.
 pub(crate) fn in_cliques(lifetimes: &[(u64, u64)], items: &mut [Item]) -> u32 {
     let last = lifetimes.iter().map(|l| l.1).max().unwrap_or(0);
-    // Small numbers stand for the ticks: the ticks themselves if these are small, otherwise their ranks.
+    // Each tick is replaced by a small number: the tick itself if all ticks are small, otherwise its rank among the
+    // ticks.
     let ticks: Option<Vec<u64>> = (last > 4 * lifetimes.len() as u64 + 1024).then(|| {
         let mut ticks: Vec<u64> = lifetimes.iter().flat_map(|l| [l.0, l.1]).collect();
         ticks.par_sort_unstable();
@@ -338,7 +340,7 @@ pub(crate) fn in_cliques(lifetimes: &[(u64, u64)], items: &mut [Item]) -> u32 {
     items.par_iter_mut().zip(lifetimes).for_each(|(item, lifetime)| {
         (item.start, item.end) = (rank(lifetime.0) as u32, rank(lifetime.1) as u32);
     });
-    // A clique is complete when a death follows a birth.
+    // A clique is complete when a death comes after a birth.
     let (mut births, mut deaths) = (vec![false; count], vec![false; count]);
     for item in items.iter() {
         births[item.start as usize] = true;

@@ -8,8 +8,8 @@
 //! - items of sizes that occur at no fullest clique;
 //! - the shortest-lived items of a size, wherever more of its items are alive than fit into the region.
 //!
-//! If there are several fullest cliques, a size may have more live bytes at one of them than at another. Such a size
-//! shares its region with sizes for which the opposite holds.
+//! If there are several fullest cliques, a size may have more live bytes at one of these cliques than at another. Such
+//! a size shares its region with sizes that have fewer live bytes where this size has more.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
@@ -27,9 +27,9 @@ pub(crate) struct Region {
     pub members: Vec<u32>,
 }
 
-/// Returns the regions of a part, those whose bytes are in use for longest first. If `whole`, sizes also share a region
-/// when that avoids leaving items out. Returns no regions if the part has pins or alignments, if no partner is found
-/// for a class that needs one, or if the budget is spent.
+/// Returns the regions of a part. The regions whose bytes are in use for longest come first. If `whole`, sizes also
+/// share a region when that avoids leaving items out. Returns no regions if the part has pins or alignments, if no
+/// partner is found for a class that needs one, or if the budget is spent.
 pub(crate) fn regions(part: &Part, whole: bool, budget: &mut Budget) -> Vec<Region> {
     if !part.is_free() {
         return Vec::new();
@@ -119,10 +119,11 @@ impl Class {
         self.at_full.iter_mut().zip(other.at_full).for_each(|(bytes, more)| *bytes += more);
     }
 
-    /// Chooses the partner that this class shares its region with. A good partner makes the class level; if `whole`, the
-    /// two together must also never need more bytes between the fullest cliques. Without a good partner, a class that is
-    /// not level takes the first candidate. Candidates are sizes, the coarsest common grid first, then classes, those of
-    /// the smallest items first.
+    /// Chooses the partner that this class shares its region with. A good partner makes the class level. If `whole`,
+    /// the two together must also never need more bytes between the fullest cliques than at them. Without a good
+    /// partner, a class that is not level takes the first candidate, and a level class gets `None`. Also returns `None`
+    /// if there are no candidates. The candidates are the sizes, those with the coarsest common grid first, and then
+    /// the classes, those of the smallest items first.
     fn partner(&self, part: &Part, whole: bool, sizes: &[Self], classes: &[Self]) -> Option<Partner> {
         let mut by_grid: Vec<usize> = (0..sizes.len()).collect();
         sort_by_key(&mut by_grid, |&index| Reverse((gcd(self.grid, sizes[index].grid), sizes[index].grid)));
@@ -143,8 +144,8 @@ impl Class {
         first.filter(|_| !self.is_level())
     }
 
-    /// Returns the region of the class. Wherever more bytes are alive than at the fullest cliques, the shortest-lived
-    /// items are left out.
+    /// Returns the region of the class. Wherever more bytes of the class are alive than at the fullest cliques, the
+    /// shortest-lived items are left out.
     fn trimmed(self, whole: &Part, full: &[u32]) -> Region {
         let items: Vec<Item> = self.members.iter().map(|&i| whole.items[i as usize]).collect();
         let room = self.at_full[0];
@@ -206,8 +207,8 @@ mod tests {
         regions.into_iter().map(|region| (region.part.bound, region.members)).collect()
     }
 
-    /// The two items of size 4 take turns. The two items of size 2 overlap in time. So either one of them is left out,
-    /// or they share a region with the items of size 1.
+    /// The two items of size 4 take turns. The two items of size 2 overlap in time. So either one item of size 2 is
+    /// left out, or the items of size 2 share a region with the items of size 1.
     #[test]
     fn sizes_that_need_more_in_between_are_cut_or_share_a_region() {
         let rows = [(0, 1, 4), (0, 2, 2), (0, 1, 1), (0, 1, 1), (1, 3, 2), (2, 3, 4), (2, 3, 1), (2, 3, 1)];

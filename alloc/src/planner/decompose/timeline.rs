@@ -12,7 +12,7 @@ use crate::order::sort_by_key;
 /// Indices grouped by a small key.
 #[derive(Debug, Clone)]
 pub(crate) struct Buckets {
-    /// Index of each key's first entry, and finally the number of entries.
+    /// For each key, the index of the key's first entry. The number of all entries follows at the end.
     pub starts: Vec<u32>,
     pub entries: Vec<u32>,
 }
@@ -86,7 +86,7 @@ impl<'p> Timeline<'p> {
         self.births.entries_of(clique)
     }
 
-    /// The items that are alive for the last time in the clique before this one.
+    /// Returns the items whose last clique is the one before `clique`.
     pub fn dying(&self, clique: u32) -> &[u32] {
         self.deaths.entries_of(clique)
     }

@@ -3,12 +3,14 @@
 //! The members of such a group form a staircase: rectangles at fixed distances. The other searches place single
 //! rectangles only. So three related problems are planned:
 //!
-//! 1. Without the groups, each member by itself. A bound proven for this problem holds for the original too.
-//! 2. With each group as one rectangle, as if all members lived as long as the group. Every plan of this problem is a
-//!    plan of the original, but wastes the space around shorter-lived members.
-//! 3. With the members of the groups pinned, if the best plan so far is higher than the proven bound. The other buffers
-//!    can then use the space around each member. The pins come from the earlier plan and the plan of 2, then from
-//!    placing the staircases one by one, and finally from all possible places, if these are few.
+//! 1. The problem without the groups, with each member by itself. A bound proven for this problem holds for the
+//!    original too.
+//! 2. The problem with each group as one rectangle, as if all members lived as long as the group. Every plan of this
+//!    problem is a plan of the original, but wastes the space around shorter-lived members.
+//! 3. The problem with the members of the groups pinned. It is planned only if the best plan so far is higher than the
+//!    proven bound. The other buffers can then use the space around each member. The pins come first from the best plan
+//!    so far and the plan of problem 2, then from placing the staircases one by one, and finally from all possible
+//!    places, if there are few.
 
 use std::cmp::Reverse;
 
@@ -39,13 +41,14 @@ struct Grouped<'p> {
     best: Option<Plan>,
 }
 
-/// Most buffers of a problem in which staircases are placed together with all other buffers, one by one.
+/// Largest problem, in buffers, in which the staircases and all other buffers are placed one by one in a common order.
 const MAX_IN_ORDER: usize = 50_000;
 
 /// Most combinations of the ragged groups' places that are tried one by one.
 const MAX_PLACES: u64 = 1_000;
 
-/// Rounds of placing units in one order. In each round, the units that ended too high in earlier rounds come first.
+/// Most rounds of placing units in one order. In each round, the units that ended too high in earlier rounds come
+/// first.
 const ROUNDS: u32 = 6;
 
 impl Grouped<'_> {
@@ -85,8 +88,9 @@ impl Grouped<'_> {
         known
     }
 
-    /// Tries all places of all ragged groups below the best height, if these are few, and raises the proven bound to
-    /// what the failures rule out.
+    /// Tries all places of all ragged groups below the best height, if there are few such places. Then raises the
+    /// proven bound to the lowest bound that was proven for any of these places, or to the best height if that is
+    /// lower.
     fn everywhere(&mut self, stairs: &RigidUnits, known: &mut Known) {
         let Some((height, mut offsets)) = self.best.clone() else { return };
         let grain = stairs.grain();
@@ -200,7 +204,7 @@ impl Grouped<'_> {
     }
 }
 
-/// A sort key: the item with the least comes first.
+/// A sort key. The item with the smallest key comes first.
 type Key = fn(Item) -> (u128, u32);
 
 const KEYS: [Key; 4] = [
@@ -260,7 +264,7 @@ impl<'p> RigidUnits<'p> {
         Self { problem, items, cliques, units }
     }
 
-    /// A common divisor of all offsets at which anything can come to rest.
+    /// Returns a common divisor of all offsets at which a buffer or group can come to rest.
     fn grain(&self) -> u64 {
         let buffers = self.problem.buffers().iter().filter(|b| b.bytes > 0);
         let sizes = buffers.flat_map(|b| [b.bytes, b.alignment, b.offset.unwrap_or(0)]);
@@ -268,8 +272,8 @@ impl<'p> RigidUnits<'p> {
         sizes.chain(ranges).fold(0, gcd).max(1)
     }
 
-    /// Places each of `units` in turn at the lowest offset that is left by the pins and the units before. Returns
-    /// `None` if a unit finds no place in the address space, or the place of a pinned unit is taken.
+    /// Places each of `units` in turn at the lowest offset that the pins and the earlier units leave. Returns `None` if
+    /// a unit finds no place in the address space, or if another unit has taken the place of a pinned unit.
     fn place(&self, units: &[u32], aim: u64, budget: &mut Budget) -> Option<Placed> {
         let mut occupied = Occupied::new(self.cliques);
         let always = Item { start: 0, end: self.cliques, bytes: 0, alignment: 1 };
@@ -305,8 +309,8 @@ impl<'p> RigidUnits<'p> {
         Some(placed)
     }
 
-    /// The lowest offset of a stack; `None` if there is none in the address space. Each member needs free bytes during
-    /// its own lifetime only.
+    /// Returns the lowest offset of a stack, or `None` if the address space has no room for the stack. Each member
+    /// needs free bytes during its own lifetime only.
     fn lowest(&self, stack: &Group, occupied: &mut Occupied, budget: &mut Budget) -> Option<u64> {
         // Offsets of the stack at which a member would overlap something already placed.
         let mut blocked: Vec<(u64, u64)> = Vec::new();
@@ -337,9 +341,9 @@ impl<'p> RigidUnits<'p> {
     }
 }
 
-/// Returns the ways to stack a group. A group in fixed order has only one. If the planner chooses the order, a group of
-/// few members gets all orders that alignments and pins allow; a larger group gets those sorted by length, birth, death
-/// and size.
+/// Returns the ways to stack a group. A group in fixed order has only one way. If the planner chooses the order, a
+/// group of few members gets all orders that alignments and pins allow. A larger group gets the orders in which the
+/// members are sorted by length, birth, death or size, ascending or descending.
 fn orders(problem: &Problem, group: &Group) -> Vec<Group> {
     let mut orders = vec![group.clone()];
     if !group.any_order {

@@ -15,7 +15,7 @@ use crate::{Buffer, BufferId, Problem};
 const ROUNDS: u32 = 6;
 
 /// Returns a plan of at most `target` bytes that keeps addresses of `earlier`, and the work spent. The plan is `None`
-/// if none was found within the rounds and the deadline of the `budget`.
+/// if no such plan was found within [`ROUNDS`] rounds and the deadline of the `budget`.
 pub(in crate::planner) fn keep(
     problem: &Problem,
     earlier: &[Option<u64>],
@@ -45,8 +45,8 @@ pub(in crate::planner) fn keep(
     (None, spent)
 }
 
-/// Returns the earlier offsets that the problem allows and that don't contradict each other. Of two buffers whose
-/// offsets do, the larger keeps its offset.
+/// Returns the earlier offsets that the problem allows and that don't contradict each other. If the offsets of two
+/// buffers contradict each other, the larger buffer keeps its offset.
 fn consistent(problem: &Problem, earlier: &[Option<u64>], target: u64) -> Vec<Option<u64>> {
     let grouped: Vec<BufferId> = problem.groups().iter().flat_map(|g| g.members.iter().copied()).collect();
     let allowed = |id: BufferId| {
@@ -92,8 +92,9 @@ fn consistent(problem: &Problem, earlier: &[Option<u64>], target: u64) -> Vec<Op
     kept
 }
 
-/// Releases the pins of buffers that are alive at the same time as a buffer that ended too high. At first, only those
-/// are released that live no longer than the too high buffer; each later round also releases longer-lived ones.
+/// Releases the pins of buffers that are alive at the same time as a buffer that ended too high. The first round
+/// releases only buffers that live no longer than the too high buffer; each later round also releases longer-lived
+/// buffers.
 fn release(problem: &Problem, offsets: &[u64], target: u64, round: u32, kept: &mut [Option<u64>]) {
     let length = |b: &Buffer| b.lifetime.end - b.lifetime.start;
     let high: Vec<&Buffer> = problem

@@ -2,13 +2,13 @@
 
 use crate::planner::budget::Budget;
 
-/// Work of an attempt in the first round, at least.
+/// Least work that an attempt may spend in the first round.
 const FIRST_ATTEMPT: u64 = 500_000;
-/// Work of an attempt in the first round per item, if that is more than [`FIRST_ATTEMPT`].
+/// Work per item that an attempt may spend in the first round, if that is more than [`FIRST_ATTEMPT`].
 const FIRST_ATTEMPT_PER_ITEM: u64 = 70;
 
-/// The next step is the distance to the goal divided by one of these. Large steps come first, smaller ones after those
-/// fail.
+/// Divisors of the distance to the goal. The quotient is the size of the next step down. Large steps come first;
+/// smaller steps follow after large ones have failed.
 const STEPS: [u64; 4] = [1, 4, 16, 64];
 
 /// The progress of a descent.
@@ -39,9 +39,9 @@ impl Descent {
         Self { goal, grain, patience, step: 0 }
     }
 
-    /// Calls `lower` with lower and lower ceilings, starting below `height`, until the goal is met or the budget is
-    /// spent. Each call gets a small budget of its own. Once steps of all sizes have failed, that budget grows
-    /// fourfold.
+    /// Calls `lower(ceiling, budget)` with lower and lower ceilings, starting below `height`, until the goal is met or
+    /// the budget is spent. Each call gets a small budget of its own. Once steps of all sizes have failed, the budget
+    /// of a call grows fourfold.
     pub fn run(&mut self, mut height: u64, budget: &mut Budget, mut lower: impl FnMut(u64, &mut Budget) -> Reached) {
         while height > self.goal && budget.stopped().is_none() {
             let way = height - self.goal;

@@ -5,8 +5,8 @@
 const PATIENCE: u32 = 5;
 
 /// Calls `attempt` for at most `rounds` rounds and returns the number of rounds run. `attempt` gets the items to place
-/// first. It returns the height that it reached and the items that should join them, or `None` to stop. The rounds also
-/// end when no item joins, or after several rounds without a lower plan.
+/// first. It returns the height of its plan and further items to place first from then on, or `None` to stop. The
+/// rounds also end when `attempt` returns no further items, or after several rounds without a lower plan.
 pub(crate) fn squeaky_wheel(
     rounds: u32,
     mut first: Vec<u32>,
@@ -30,8 +30,8 @@ pub(crate) fn squeaky_wheel(
 mod tests {
     use super::*;
 
-    /// Runs rounds that reach these heights and add one item each. Returns how many items each round was told to place
-    /// first.
+    /// Runs rounds that reach these heights and add one item each. Returns, for each round, the number of items that
+    /// were to be placed first.
     fn rounds(heights: &[u64]) -> Vec<usize> {
         let mut calls = Vec::new();
         squeaky_wheel(20, vec![7], |first| {

@@ -1,12 +1,12 @@
 //! Sweeps that undo their last steps when an item finds no place below a ceiling.
 //!
 //! Near the bound, thousands of cliques may be almost full. One birth in the wrong free range leaves another range too
-//! small, and a sweep without backtracking then ends above the ceiling. Here the sweep goes back a few cliques and
-//! tries again with random noise on its scores. The longer it makes no progress, the further back it goes. After many
-//! retreats the attempt ends, and another one starts with other weights.
+//! small, and a sweep without backtracking then ends above the ceiling. With backtracking, the sweep goes back a few
+//! cliques instead, and tries again with random noise on its scores. The longer the sweep makes no progress, the
+//! further it goes back. After many retreats the attempt ends, and another one starts with other weights.
 //!
-//! Neighbours that die together leave one large range. So the price of a place grows with the time between the item's
-//! death and its neighbour's, and with the bytes that are left over in the range.
+//! Neighbours that die together leave one large range. So the price of a place grows with the time between the deaths
+//! of the item and its neighbour, and with the bytes that are left over in the free range.
 
 use std::cmp::Reverse;
 use std::ops::Range;
@@ -48,11 +48,11 @@ const SMALL_SHARE: u64 = 64;
 /// Prices that add up to the score of a place.
 #[derive(Debug, Clone, Copy)]
 struct Weights {
-    /// Price per sixteenth of a power of two of the time between an item's death and its neighbour's.
+    /// Price per sixteenth of a doubling of the time between an item's death and its neighbour's death.
     lifetime_mismatch: u64,
-    /// Price of a place that does not fill its range.
+    /// Price of a place that does not fill its free range.
     remainder: u64,
-    /// Price for each time that the item would also fit into the rest of the range, up to four times.
+    /// Price for each time that the item would also fit into the rest of the free range, up to four times.
     room: u64,
     /// Largest noise that is added to a price after a retreat.
     noise: u64,
@@ -60,7 +60,7 @@ struct Weights {
     noisy_places: u64,
 }
 
-/// Weights that attempts use in turn. For each of them, there are problems on which it is the best.
+/// Weights that attempts use in turn. Each of the five is the best one on some problems.
 const WEIGHTS: [Weights; 5] = [
     Weights { lifetime_mismatch: 13, remainder: 1000, room: 300, noise: 12_000, noisy_places: 100 },
     Weights { lifetime_mismatch: 13, remainder: 1000, room: 300, noise: 12_000, noisy_places: 40 },
@@ -76,7 +76,8 @@ const UNLIKE: u64 = 4_000;
 const WORK_PER_BIRTH: u64 = 4;
 
 impl Solver<'_> {
-    /// Runs attempts until one ends at or below `ceiling` or the budget is spent. Returns true if one did.
+    /// Runs attempts until one of them ends at or below `ceiling` or the budget is spent. Returns true if an attempt
+    /// ended there.
     pub fn backtrack(&mut self, ceiling: u64, budget: &mut Budget) -> bool {
         let part = self.part;
         let peaks = part.fullest_cliques();
@@ -89,10 +90,11 @@ impl Solver<'_> {
         })
     }
 
-    /// Runs attempts by number, in waves that run in parallel. It ends when an attempt finds offsets, or when less than
-    /// `work_per_item` for each item is left for one more attempt. Returns true if an attempt succeeded. Of several
-    /// that do, the one with the lowest number counts, so that the result is the same on every machine. The pair is the
-    /// size of the first wave and the largest size; each wave is twice as large as the one before.
+    /// Runs attempts by number, in waves that run in parallel, until an attempt finds offsets. Also ends when the
+    /// budget that is left for one more attempt is less than `work_per_item` for each item. Returns true if an attempt
+    /// succeeded. If several attempts of a wave succeed, the attempt with the lowest number counts, so that the result
+    /// is the same on every machine. The pair has the size of the first wave and the largest size; each wave is twice
+    /// as large as the one before.
     pub(super) fn attempt(
         &mut self,
         numbers: Range<u64>,
@@ -104,7 +106,7 @@ impl Solver<'_> {
         let whole_way = self.part.items.len() as u64 * work_per_item;
         let mut number = numbers.start;
         while number < numbers.end {
-            // If the budget doesn't suffice for the whole wave, fewer attempts run, so that each can get to the end.
+            // If the budget doesn't suffice for the whole wave, fewer attempts run, so that each of them can finish.
             let here = wave.min(budget.left() / whole_way.max(1)).min(numbers.end - number);
             if here == 0 || budget.stopped().is_some() {
                 return false;
@@ -161,8 +163,9 @@ struct Attempt<'s> {
 }
 
 impl<'s> Attempt<'s> {
-    /// Starts from one of the fullest cliques, `peaks`: the middle one, or the one at the end, so that all other
-    /// fullest cliques lie on the side that is planned first. In four of eight attempts, small items are kept apart.
+    /// Creates attempt number `number`, which starts from one of the fullest cliques, `peaks`. This is the middle one,
+    /// or the first or last one, so that all other fullest cliques lie on the side of time that is planned first. In
+    /// four of eight attempts, small items are kept apart.
     fn new(solver: &'s Solver<'s>, ceiling: u64, peaks: &[u32], small_below: u64, number: u64) -> Self {
         let (which, is_backward) = match number % 4 {
             0 => (peaks.len() - 1, true),
@@ -249,7 +252,8 @@ struct Scored<'s> {
 }
 
 impl Rule for Scored<'_> {
-    /// The longest-lived items first. After a retreat, sometimes the largest first or a random order.
+    /// Leaves the longest-lived items first. After a retreat, sometimes puts the largest items first or uses a random
+    /// order.
     fn order(&mut self, born: &mut [u32]) {
         match if self.noise > 0 { self.chance.below(3) } else { 0 } {
             0 => {}
@@ -358,8 +362,8 @@ mod tests {
             }
         }
 
-        /// The free ranges are exactly the bytes that no item takes. Undoing all steps restores the ranges of the
-        /// start.
+        /// The free ranges are exactly the bytes that no item takes. Undoing all steps restores the free ranges from
+        /// before the first step.
         #[test]
         fn steps_taken_back_leave_no_trace(
             rows in prop::collection::vec((0..12u32, 1..=12u32, 1..20u64), 1..40),

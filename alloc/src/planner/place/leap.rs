@@ -23,7 +23,7 @@ use crate::order::sort_by_key;
 use crate::planner::budget::Budget;
 use crate::planner::mix::mix;
 
-/// An item at its offset, or the undecided range of the stack.
+/// A slab: an item at its offset, or the undecided range of the stack.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct PlacedItem {
     pub from: u64,
@@ -48,8 +48,8 @@ pub(super) struct Arrival {
     pub outline: u64,
 }
 
-/// Number of places per birth that may be tried from one layout. In turn, attempts use this number, twice as many and
-/// four times as many. The more places are tried, the less orderly are the layouts found last.
+/// Number of places per birth that may be tried from one layout. Attempts use this number, twice this number and four
+/// times this number in turn. The more places are tried, the less orderly are the layouts found last.
 const PLACES_PER_BIRTH: u64 = 4;
 
 /// Most layouts of the next milestone that are collected from one layout of this milestone.
@@ -61,7 +61,7 @@ pub(super) const BIRTHS: usize = 200;
 /// Most slabs in all intermediate layouts of one search.
 const SLABS: usize = 1 << 22;
 
-/// Most places that are tried for an item that dies before the milestone, and for a small item that doesn't.
+/// Most places that are tried for an item that dies before the milestone, and for a small item that lives longer.
 const PLACES: (usize, usize) = (2, 3);
 
 /// An item is large if it has at least 1/`LARGE` of the largest item's bytes.
@@ -70,8 +70,8 @@ const LARGE: u64 = 3;
 /// Disorder that each free range adds.
 const RANGE: u64 = 80;
 
-/// Added to the rank of a place that leaves the rest of its range in one piece, and of a place that splits its range.
-/// Places with the lowest rank come first.
+/// Two additions to the rank of a place: if the place leaves the rest of its range in one piece, and if the place
+/// splits its range. Places with the lowest rank come first.
 const ASIDE: (u64, u64) = (10, 90);
 
 /// Added to the rank of a lot that is taken over by an item which dies before the milestone.
@@ -96,10 +96,10 @@ pub(super) struct Leap<'c> {
     course: &'c HalfSearch<'c>,
     to: u32,
     births: Vec<Birth>,
-    /// The births that are still alive at the next milestone, the largest first: their bytes, and whether they are
-    /// still to be placed.
+    /// The bytes of each birth that is still alive at the next milestone, and whether this birth is still to be placed;
+    /// the largest first.
     survivors: Vec<(u64, bool)>,
-    /// Most places tried, and most layouts collected, for each layout to start from.
+    /// Most places tried, and most layouts collected, per layout from which the leap starts.
     most: (u64, usize),
     /// Places that may still be tried.
     steps: u64,
@@ -221,7 +221,7 @@ impl<'c> Leap<'c> {
         }
     }
 
-    /// The candidate places of a birth, those with the lowest rank first.
+    /// Returns the candidate places of a birth, those with the lowest rank first.
     fn places(&self, birth: Birth, live: &[PlacedItem], lots: &Lots) -> Vec<Candidate> {
         let (course, bytes) = (self.course, birth.bytes);
         let leaves = course.death_milestone(birth.dies_before);
@@ -284,8 +284,8 @@ impl<'c> Leap<'c> {
     }
 
     /// True if the births that are still to be placed, and alive at the milestone, find room between the slabs that
-    /// stay until then. Each birth takes the tightest range. Ranges next to the undecided one form a common pool, which
-    /// also has the bytes of the lots that are dead by then.
+    /// stay until then. Each of these births takes the tightest range. Ranges next to the undecided range form a common
+    /// pool, which also has the bytes of the lots that are dead by then.
     fn has_room(&mut self, live: &[PlacedItem], lots: &Lots) -> bool {
         self.room.clear();
         let (mut floor, mut is_open) = (0, false);
@@ -372,8 +372,8 @@ fn each_range(live: &[PlacedItem], ceiling: u64, mut visit: impl FnMut(u64, u64,
     }
 }
 
-/// The disorder of two neighbours with this many milestones before each one's death; 0 if one of them is the undecided
-/// range.
+/// Returns the disorder of two neighbours. `a` and `b` are the numbers of milestones before the deaths of the two.
+/// Returns 0 if one of the neighbours is the undecided range.
 fn apart(a: u32, b: u32) -> u64 {
     if a == UNDECIDED || b == UNDECIDED {
         return 0;

@@ -48,7 +48,7 @@ pub(super) struct Candidate {
 }
 
 impl Lots {
-    /// Creates the lots of a stack from `(item, bytes, clique before which it dies)`.
+    /// Creates the lots of a stack from `(item, bytes, clique before which the item dies)`.
     pub fn new(stack: impl Iterator<Item = (u32, u64, u32)>) -> Self {
         Self(stack.map(|(root, bytes, dies_before)| Lot { root, bytes, dies_before }).collect())
     }
@@ -66,8 +66,8 @@ impl Lots {
         self.0.iter().map(|lot| (lot.root, lot.bytes))
     }
 
-    /// A hash of the lots at a clique. It doesn't depend on the order of the lots, and all dead lots of one size count
-    /// the same. `seen` maps the clique before which a lot's owner dies to a coarser time.
+    /// Returns a hash of the lots at a clique. The hash doesn't depend on the order of the lots, and treats all dead
+    /// lots of one size alike. `seen` maps the clique before which a lot's owner dies to a coarser time.
     pub fn key(&self, clique: u32, seen: impl Fn(u32) -> u32) -> u64 {
         self.0.iter().fold(0, |key: u64, lot| {
             let leaves = if lot.dies_before <= clique { 0 } else { 1 + u64::from(seen(lot.dies_before)) };
@@ -165,7 +165,7 @@ mod tests {
 
     use super::*;
 
-    /// Creates the lots of `(bytes, leaves)`, and the undecided range that holds them, from address 10 on.
+    /// Creates lots from `(bytes, leaves)`, and the undecided range from address 10 on that holds these lots.
     fn stretch(rows: &[(u64, u32)]) -> (Lots, Vec<PlacedItem>) {
         let lots = Lots::new((0..).zip(rows).map(|(root, &(bytes, leaves))| (root, bytes, leaves)));
         let to = 10 + rows.iter().map(|row| row.0).sum::<u64>();

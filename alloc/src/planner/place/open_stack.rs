@@ -1,18 +1,19 @@
 //! Sweeps from a stack whose order is decided during the sweep.
 //!
 //! Where full cliques follow one another, the items born between two of them must fill exactly the space that was
-//! freed. A layout in between hardly shows whether they will. So this sweep moves outwards from a fullest clique, from
-//! *milestone* to milestone: cliques with fewer bytes to spare than those near them. It compares layouts at milestones
-//! only. The penalty of a layout grows with the number of milestones between the deaths of neighbours. Neighbours that
-//! die between the same two milestones leave one range, which has room for items that are born together.
+//! freed. A layout in between hardly shows whether the items will do so. So this sweep moves outwards from a fullest
+//! clique, from *milestone* to milestone: cliques with fewer bytes to spare than the cliques near them. The sweep
+//! compares layouts at milestones only. The penalty of a layout grows with the number of milestones between the deaths
+//! of neighbours. Neighbours that die between the same two milestones leave one range, which has room for items that
+//! are born together.
 //!
-//! From each layout that is kept, a [`Leap`] searches for layouts of the next milestone. If it finds none for any of
-//! them, the sweep goes back two milestones and keeps twice as many layouts. Each further failure doubles both numbers,
-//! until the sweep gives up.
+//! From each layout that is kept, a [`Leap`] searches for layouts of the next milestone. If no kept layout leads to the
+//! next milestone, the sweep goes back two milestones and keeps twice as many layouts. Each further failure doubles
+//! both numbers, until the sweep gives up.
 //!
 //! Any order of the items of the first clique is free of gaps, but the choice of this order matters more than the
-//! effort spent after it. So the order is left open: the stack is one undecided range, whose [`Lots`] are given to new
-//! items as they become free.
+//! effort spent on later items. So the order is left open: the stack is one undecided range, whose [`Lots`] are given
+//! to new items as they become free.
 
 use std::cmp::Reverse;
 use std::collections::HashSet;
@@ -25,12 +26,12 @@ use crate::planner::decompose::timeline::Timeline;
 use crate::planner::mix::mix;
 use crate::planner::solve::Solver;
 
-/// Number of attempts of one kind. These differ in how many places a leap may try, and in whether a large item may
-/// split a free range.
+/// Number of attempts of one kind. Attempts of one kind differ in how many places a leap may try, and in whether a
+/// large item may split a free range.
 const KIND: u64 = 6;
 
-/// Number of all attempts: one kind from the first of the fullest cliques and one from the last, then both again with
-/// doubled limits on layouts and places.
+/// Number of all attempts. One kind starts from the first of the fullest cliques and one from the last. Then both kinds
+/// run again with doubled limits on layouts and places.
 const ATTEMPTS: u64 = 4 * KIND;
 
 /// Number of attempts that run in parallel: in the first wave, and at most in later ones.
@@ -41,8 +42,8 @@ const WORK_PER_ITEM: u64 = 300;
 /// Open stacks are tried if at least this many cliques have the most bytes alive.
 const OFTEN_FULL: usize = 8;
 
-/// Two distances in cliques. A milestone has the least bytes to spare of all cliques within the first distance. Of
-/// equal ones within the second distance, only the first is a milestone.
+/// Two distances in cliques. A milestone has the least bytes to spare of all cliques within the first distance. If
+/// cliques within the second distance have equally few, only the first of these is a milestone.
 const NEAR: (u32, u32) = (12, 4);
 
 /// Most cliques between two milestones.
@@ -51,23 +52,24 @@ const FAR: u32 = 40;
 /// Number of layouts from which a sweep goes on as long as nothing fails.
 const WIDTH: usize = 2;
 
-/// Number of layouts that are kept at a milestone: per layout from which the sweep goes on, and at most.
+/// Two limits on the layouts that are kept at a milestone: per layout from which the sweep goes on, and in total.
 const KEPT: (usize, usize) = (4, 256);
 /// Most slabs of all layouts that are kept at a milestone.
 const SLABS: usize = 65_536;
 
-/// Failures at one place after which a sweep gives up.
+/// Most failures near one milestone that a sweep recovers from. Each unit of [`effort`](HalfSearch::effort) allows one
+/// more.
 const FAILURES: u32 = 2;
 
-/// A failure is forgotten once the sweep is this many milestones past it.
+/// Failures are forgotten once the sweep is more than this many milestones past the furthest of them.
 const FORGOTTEN: usize = 2;
 
 /// Number of attempts at the second half of time, once the first half is planned.
 const SECOND_TRIES: u64 = 4;
 
 impl Solver<'_> {
-    /// Runs sweeps from an open stack until one ends at the goal or the budget is spent. It returns at once unless the
-    /// part is full at many cliques; for such parts, the exact search mostly fails.
+    /// Runs sweeps from an open stack until one ends at the goal or the budget is spent. Does nothing unless the part
+    /// is full at many cliques; for such parts, the exact search mostly fails.
     pub fn open_stacks(&mut self, budget: &mut Budget) {
         let (part, ceiling) = (self.part, self.goal.enough);
         let peaks = part.fullest_cliques();
@@ -250,9 +252,9 @@ impl<'s> HalfSearch<'s> {
         true
     }
 
-    /// Leaps from a milestone to the next. Returns the layouts that are kept there; the sweep goes on from the first of
-    /// them. Layouts that differ only in small items fail for the same reason. So the best layout of each order of
-    /// large items comes first, and the others follow if there is room for them.
+    /// Leaps from a milestone to the next. Returns the layouts that are kept at the next milestone; the sweep goes on
+    /// from the first of these layouts. Layouts that differ only in small items fail for the same reason. So the best
+    /// layout of each order of large items comes first, and the other layouts follow if there is room for them.
     fn pass(&self, here: &MilestoneLayouts, failed: u32, history: &mut Vec<Entry>, budget: &mut Budget) -> Vec<Layout> {
         let from = here.passed.checked_sub(1).map_or(self.peak, |k| self.milestones[k]);
         let width = WIDTH << (failed + self.effort());
@@ -300,8 +302,8 @@ fn write(layout: &Layout, history: &[Entry], offsets: &mut [u64]) {
     heirs.into_iter().for_each(|(i, root)| offsets[i as usize] = offsets[root as usize]);
 }
 
-/// Returns the milestones after `peak`: the cliques with the least bytes to spare among those near them. Where two of
-/// them are more than [`FAR`] cliques apart, evenly spaced cliques in between are milestones too.
+/// Returns the milestones after `peak`: cliques that have no more bytes to spare than any clique near them. Where two
+/// of these cliques are more than [`FAR`] cliques apart, evenly spaced cliques in between are milestones too.
 fn milestones(peak: u32, cliques: u32, slack: impl Fn(u32) -> u64) -> Vec<u32> {
     let is_narrow = |&k: &u32| {
         let mut near = k.saturating_sub(NEAR.0).max(peak + 1)..=(k + NEAR.0).min(cliques - 1);

@@ -1,10 +1,10 @@
 //! Sweeps with many policies. The cheap policies that often succeed come first.
 //!
-//! 1. Outwards from the fullest clique, whose items fill the arena without a gap in any order. The two halves of time
-//!    are independent, so the best sweep of each half becomes part of the plan.
-//! 2. From the edges of time, forward and backward.
-//! 3. Around the long-lived items, which are placed first.
-//! 4. [Squeaky wheel](squeaky_wheel): items that end above the ceiling are placed first in the next sweep.
+//! 1. Sweeps outwards from the fullest clique, whose items fill the arena without a gap in any order. The two halves of
+//!    time are independent, so the best sweep of each half becomes part of the plan.
+//! 2. Sweeps from the edges of time, forward and backward.
+//! 3. Sweeps around the long-lived items, which are placed first.
+//! 4. [Squeaky-wheel](squeaky_wheel) sweeps: items that end above the ceiling are placed first in the next sweep.
 
 use std::cmp::Reverse;
 
@@ -20,8 +20,9 @@ use crate::planner::solve::Solver;
 use crate::planner::space::free_list::{Fit, FreeList, Place};
 use crate::planner::space::reserved::Reserved;
 
-/// Work per item that plain sweeps may spend, at least: enough for a few sweeps. From a million items on, this exceeds
-/// the share of the default work for plain sweeps. That does no harm, since the later steps don't suit so many items.
+/// Least work per item that plain sweeps may spend, which is enough for a few sweeps. From a million items on, this is
+/// more than the share of the default work for plain sweeps. Taking work from the later steps does no harm then, since
+/// these don't suit so many items.
 const WORK_PER_ITEM: u64 = 40;
 
 /// Chains that run in parallel. The number is fixed, so that the result does not depend on the machine.
@@ -34,7 +35,7 @@ const FIRST_WAVE: usize = 2;
 /// Sweeps of a learning chain.
 const ROUNDS: u32 = 12;
 
-/// A choice of the free range for each item, and of the order of items that are born together.
+/// The rules by which a sweep chooses a free range for each item, and an order for items that are born together.
 #[derive(Debug, Clone, Copy)]
 struct Policy {
     /// An item alive in at least this many cliques counts as long.
@@ -102,7 +103,7 @@ impl Solver<'_> {
         self.sweep_outwards(ROUNDS, budget);
     }
 
-    /// Makes a plan even when the work is spent: each birth gets the lowest place. No plan results only if the address
+    /// Makes a plan even when the work is spent: each birth gets the lowest place. There is no plan only if the address
     /// space is too small or pins overlap.
     fn settle(&mut self, budget: &mut Budget) {
         for is_backward in [false, true] {
@@ -148,8 +149,8 @@ impl Solver<'_> {
         }
     }
 
-    /// Runs chains one after another until one meets the ceiling or the share is spent. Returns the lowest plan, or
-    /// `None` if there is none, and the work and sweeps spent.
+    /// Runs chains one after another until one meets the ceiling or the share is spent. Returns the lowest plan (`None`
+    /// if no chain found one), and the work and number of sweeps spent.
     fn best_of<'s>(&self, chains: impl Iterator<Item = Chain<'s>>, share: Budget) -> (Option<Placement>, Spent) {
         let (mut best, mut spent) = (None::<Placement>, (0, 0));
         for chain in chains {
@@ -212,8 +213,8 @@ impl Solver<'_> {
         }
     }
 
-    /// Runs the sweeps of a chain. Returns its lowest plan, or `None` if there is none within the limit, and the work
-    /// and sweeps spent.
+    /// Runs the sweeps of a chain. Returns the lowest plan of these sweeps (`None` if no plan is within the limit), and
+    /// the work and number of sweeps spent.
     fn follow(&self, chain: &Chain, limit: u64, mut budget: Budget) -> (Option<Placement>, Spent) {
         let items = &self.part.items;
         let timeline = self.timeline(chain.is_backward);

@@ -1,5 +1,5 @@
-//! Strips, as in STAlloc's planner: items of one size share strips of the arena. Large sizes come first, and smaller
-//! items fill the idle space of larger strips before they get strips of their own.
+//! Strips, as in STAlloc's planner: items of one size share strips of the arena. Large sizes come first. Smaller items
+//! first fill the idle space of larger strips, and then get strips of their own.
 
 use std::collections::{BTreeMap, BTreeSet};
 

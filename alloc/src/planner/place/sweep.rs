@@ -70,7 +70,8 @@ impl<'s> Sweep<'s> {
         self.cliques.clone().all(|clique| budget.left() > 0 && self.pass(clique, rule, budget))
     }
 
-    /// Frees the items that die before a clique and places those born in it. Returns false if the rule stops the sweep.
+    /// Frees the items that die before a clique, and places the items that are born in this clique. Returns false if
+    /// the rule stops the sweep.
     pub fn pass(&mut self, clique: u32, rule: &mut impl Rule, budget: &mut Budget) -> bool {
         for &i in self.timeline.dying(clique) {
             self.space.free(i);

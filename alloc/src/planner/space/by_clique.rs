@@ -1,9 +1,9 @@
 //! An index of the addresses taken during a range of cliques, by rectangles placed in any order.
 //!
 //! The index is a segment tree over the cliques. A rectangle is stored at the few nodes that cover its cliques. Each
-//! node has two sets of addresses: those of the rectangles stored at the node itself, and those of the rectangles
-//! stored at the node or below it. A query reads the second set of the nodes that cover its range, and the first set of
-//! the nodes above them.
+//! node has two sets of addresses. The set `covering` has the addresses of the rectangles stored at the node itself,
+//! and the set `within` also has those of all nodes below. A query reads `within` at the nodes that cover its range,
+//! and `covering` at the nodes above.
 
 use std::ops::Range;
 
@@ -45,14 +45,14 @@ impl Occupied {
         });
     }
 
-    /// Returns the lowest offset that is free during all of the item's cliques, or `None` if there is none in the
-    /// address space. The budget pays for the ranges and nodes looked at.
+    /// Returns the lowest offset that is free during all of the item's cliques, or `None` if the address space has no
+    /// room for the item. The budget pays for the ranges and nodes looked at.
     pub fn lowest(&mut self, item: Item, budget: &mut Budget) -> Option<u64> {
         let taken = self.taken(item, budget);
         lowest_gap(taken, item.bytes, item.alignment)
     }
 
-    /// The ranges taken in any of the item's cliques, ascending by their first byte. They may overlap.
+    /// Returns the ranges taken in any of the item's cliques, ascending by their first byte. The ranges may overlap.
     pub fn taken(&mut self, item: Item, budget: &mut Budget) -> &[(u64, u64)] {
         self.met.clear();
         let mut nodes = 0;

@@ -32,10 +32,10 @@ pub(crate) struct ByTime {
     crossing: Vec<Vec<Rectangle>>,
 }
 
-/// Least number of slices. It is large enough that a query for a short item looks at few others.
+/// Least number of slices. With this many slices, a query for a short item looks at few other items.
 const SLICES: u32 = 256;
 
-/// Average number of items per slice at most. More items lead to more slices.
+/// Largest average number of items per slice. If there are more items, there are more slices.
 const BIRTHS: u32 = 16;
 
 impl ByTime {
@@ -47,7 +47,7 @@ impl ByTime {
         Self { slice, born: vec![Vec::new(); count], crossing: vec![Vec::new(); nodes] }
     }
 
-    /// Builds the index of the items that have a place; also returns the cost.
+    /// Builds the index of the items that have a place. Also returns the work that this takes.
     pub fn of(part: &Part, places: &[Option<u64>]) -> (Self, u64) {
         let mut index = Self::new(part);
         let mut cost = 0;
@@ -65,7 +65,7 @@ impl ByTime {
         (index, cost)
     }
 
-    /// Adds item number `i` at the offset `at`; returns the cost.
+    /// Adds item number `i` at the offset `at`. Returns the work that this takes.
     pub fn insert(&mut self, i: u32, item: Item, at: u64) -> u64 {
         let rectangle = Rectangle { from: at, to: at + item.bytes, start: item.start, end: item.end, item: i };
         let mut cost = 0;
@@ -77,7 +77,7 @@ impl ByTime {
         cost
     }
 
-    /// Removes item number `i` from the offset `at`, where it was added before; returns the cost.
+    /// Removes item number `i` from the offset `at`, where the item was added before. Returns the work that this takes.
     pub fn remove(&mut self, i: u32, item: Item, at: u64) -> u64 {
         let mut cost = 0;
         self.in_lists(item, |list| {
@@ -137,7 +137,7 @@ impl ByTime {
     }
 }
 
-/// Number of list entries whose moving costs as much as looking at one.
+/// Number of list entries that can be moved for the cost of looking at one entry.
 const MOVED_AT_ONCE: u64 = 16;
 
 #[cfg(test)]

@@ -5,7 +5,7 @@
 
 use crate::planner::decompose::parts::Item;
 
-/// The free range that an item takes, and the end of that range.
+/// The free range that an item takes, and the end of that range at which the item is placed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Fit {
     /// The lowest place.
@@ -86,7 +86,7 @@ impl<'s> FreeList<'s> {
         }
     }
 
-    /// Frees an item's range and merges it with the free ranges next to it.
+    /// Frees an item's range and merges the range with the free ranges on both sides.
     pub fn free(&mut self, i: u32) {
         let (below, above) = (self.under[i as usize], self.over[i as usize]);
         self.link(below, above);

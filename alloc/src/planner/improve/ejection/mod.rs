@@ -4,10 +4,10 @@
 //! puts it at the cheapest place below the ceiling: a free place if there is one, otherwise on top of the items with
 //! the lowest total price. Those items are ejected: they go to the pool and are placed next.
 //!
-//! The price of an item is its weight times the number of times that it had to eject others. So two items cannot eject
-//! each other for ever. Larger and longer-lived items weigh more, since they are harder to place again. The weight of
-//! the pool measures progress. After many steps without a lighter pool, the search goes back to the state with the
-//! lightest pool, but keeps the prices that it learnt.
+//! The price of an item is the item's weight times the number of times that the item had to eject others. So two items
+//! cannot eject each other for ever. Larger and longer-lived items weigh more, since they are harder to place again.
+//! The weight of the pool measures progress. After many steps without a lighter pool, the search goes back to the state
+//! with the lightest pool, but keeps the current prices.
 
 mod obstacles;
 
@@ -23,7 +23,7 @@ use crate::planner::mix::mix;
 use crate::planner::space::by_time::{ByTime, Rectangle};
 use crate::planner::space::lowest_gap;
 
-/// Steps without a lighter pool after which the search goes back to the lightest one.
+/// Steps without a lighter pool after which the search goes back to the state with the lightest pool.
 const PATIENCE: u32 = 300;
 
 /// Price of an item that cannot be moved. It exceeds the prices of all other items together.
@@ -116,7 +116,7 @@ impl<'p> Ejection<'p> {
         Some(ejection)
     }
 
-    /// Lowers the plan towards the goal until the budget is spent. A further call continues from there.
+    /// Lowers the plan towards the goal until the budget is spent. A further call continues where this one ended.
     pub fn descend(&mut self, budget: &mut Budget) {
         let mut descent = self.descent;
         descent.run(self.plan.height, budget, |ceiling, budget| {
@@ -359,8 +359,8 @@ mod tests {
         assert_eq!(ejection.plan.height, 12);
     }
 
-    /// Starts with all items on top of each other. The result is always a plan, more work makes it no higher, and the
-    /// search exceeds its work by at most one step.
+    /// Starts with all items on top of each other. The result is always a plan. More work never gives a higher plan,
+    /// and the search exceeds its work by at most one step.
     #[test]
     fn a_tower_comes_down() {
         let step = SyntheticStep {

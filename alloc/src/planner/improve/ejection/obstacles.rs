@@ -71,11 +71,11 @@ impl Obstacles {
         }
     }
 
-    /// Returns the cheapest place below the ceiling, or `None` if pins leave no place. Of several free places, it is
-    /// the one in the tightest hole. If no place is free, it is a random one of the cheapest.
+    /// Returns the cheapest place below the ceiling, or `None` if pins leave no place. Of several free places, returns
+    /// the place in the tightest hole. If no place is free, returns a random one of the cheapest places.
     ///
-    /// The price changes only where an edge of the item meets an edge of a neighbour. So only the places right on top
-    /// of a neighbour and right below one need to be tried.
+    /// The price changes only where an edge of the item meets an edge of a neighbour. So only two kinds of places need
+    /// to be tried: right on top of a neighbour, and right below a neighbour.
     pub fn cheapest(&self, bytes: u64, alignment: u64, ceiling: u64, random: u64) -> Option<Choice> {
         let last = ceiling.checked_sub(bytes)?;
         let last = last - last % alignment;
@@ -84,7 +84,8 @@ impl Obstacles {
         let under = self.lower.iter().filter_map(|edge| edge.0.checked_sub(bytes)).map(|at| at - at % alignment);
         let mut under = under.chain(std::iter::once(last)).peekable();
         let (mut below, mut above) = (0, 0);
-        // Total price of the ranges that begin below the item's top, and of those that end at or below its bottom.
+        // Total price of the ranges that begin below the item's top, and of the ranges that end at or below the item's
+        // bottom.
         let (mut begun, mut ended) = (0u128, 0u128);
         let mut best: Option<((u64, u64), Choice)> = None;
         let mut asked = 0u64;

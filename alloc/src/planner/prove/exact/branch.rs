@@ -1,5 +1,5 @@
-//! The search of one worker. It picks the clique for the next step, tries the cases there and remembers the states that
-//! failed.
+//! The search of one worker. A worker picks the clique for the next step, tries the cases of this clique and remembers
+//! the states that failed.
 //!
 //! In: a part, a capacity and a number of visits. Out: a plan, a proof that there is none, or the answer that the
 //! visits are spent. A state that the worker remembers as failed is not searched again.
@@ -18,7 +18,7 @@ const VISITS_PER_BRANCH: u64 = 200;
 /// Visits charged for each item or clique in the state of a branch.
 const VISITS_PER_STATE: u64 = 6;
 
-/// Most failed states that a worker remembers. When there are more, it forgets them all.
+/// Most failed states that a worker remembers. A worker that reaches this number forgets all of them.
 const MEMORY: usize = 1_000_000;
 
 /// Depth at which a branch is given up, so that the stack of the thread suffices.
@@ -82,7 +82,8 @@ impl<'p> Search<'p> {
         Self { rank, ..self.clone() }
     }
 
-    /// Goes back to the root. Failures and states known to fail are kept.
+    /// Goes back to the root. The states known to fail are kept, and the numbers of failures seen in each clique are
+    /// halved.
     pub fn restart(&mut self) {
         self.state.undo(0);
         self.conflicts.iter_mut().for_each(|c| *c = c.div_ceil(2));
@@ -210,8 +211,8 @@ impl<'p> Search<'p> {
         fits
     }
 
-    /// Returns the clique with the fewest cases, weighted by the failures seen there. Returns `None` if some clique has
-    /// no case, so that the state has no plan.
+    /// Returns the clique with the fewest cases, weighted by the failures seen in each clique. Returns `None` if some
+    /// clique has no case, so that the state has no plan.
     fn most_contended(&mut self, from: u32, to: u32) -> Option<BranchPoint> {
         let mut best: Option<(Score, BranchPoint)> = None;
         let mut k = from;
@@ -230,7 +231,8 @@ impl<'p> Search<'p> {
         best.map(|(_, place)| place)
     }
 
-    /// Looks at every clique of the valley `[a, b)` and updates `best`. Returns false if one of them has no case.
+    /// Looks at every clique of the valley `[a, b)` and updates `best`. Returns false if one of these cliques has no
+    /// case.
     fn valley(&mut self, a: u32, b: u32, best: &mut Option<(Score, BranchPoint)>) -> bool {
         let floor = self.state.floor[a as usize];
         let mut count = vec![0u32; (b - a) as usize];
@@ -247,7 +249,7 @@ impl<'p> Search<'p> {
                 fitting.push(i);
             }
         }
-        // An item that comes to rest above the floor inside the valley rests on an item that is still to be placed.
+        // If an item comes to rest in the valley but above its floor, it rests on an item that is still to be placed.
         let mut least_top = u64::MAX;
         for k in a..b {
             for &i in &self.state.alive[k as usize] {

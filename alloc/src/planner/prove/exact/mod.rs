@@ -65,7 +65,7 @@ pub(crate) fn search(part: &Part, capacity: u64, budget: &mut Budget) -> Verdict
         if limit_here < part.items.len() as u64 || budget.is_late() {
             break;
         }
-        // Once a worker has decided, those with higher numbers may stop, since their verdicts would not be used.
+        // Once a worker has decided, workers with higher numbers may stop, since their verdicts would not be used.
         let decided = AtomicUsize::new(usize::MAX);
         let outcomes = in_threads(&mut workers, |number, worker| {
             (worker.seed, worker.left, worker.depth) = (round, limit_here, 0);
