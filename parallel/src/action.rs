@@ -70,7 +70,7 @@ pub enum Cell {
     /// Communication that a rank does between its actions.
     Communicate(Communication),
     /// The optimizer's step on the weights of a stage. PyTorch's tables leave this step to the caller, so the notation
-    /// `UPDATE` is an addition.
+    /// `UPDATE` is an addition of this crate.
     Update(StageId),
 }
 

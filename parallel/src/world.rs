@@ -103,8 +103,8 @@ impl World {
     /// Compares this place with the one that MPI reports.
     ///
     /// # Errors
-    /// Returns an error if they differ. The launcher that started the processes would then not be the one whose
-    /// variables numbered them, and processes would do each other's work.
+    /// Returns an error if the two differ. The variables were then set by another launcher than the one that started
+    /// the processes, and two processes could do the same rank's work.
     pub fn agree_with_mpi(&self, mpi_rank: usize, mpi_size: usize) -> Result<(), WorldError> {
         let Self { rank, size, launcher, .. } = *self;
         if (rank, size) == (mpi_rank, mpi_size) {

@@ -18,8 +18,8 @@ use crate::lifetimes::{ALIGNMENT, tick_of};
 use crate::program::{BufferId, DynamicRows, Instr, InstrKind, Operand, Program};
 
 impl Executable {
-    /// Plans the arena of dynamic rows again, with another reserve. Keeps the new plan if `accept` returns true. Does
-    /// nothing if there are no dynamic rows.
+    /// Plans the arena of dynamic rows again, with another reserve. Keeps the new plan if `accept` returns true.
+    /// Returns true if the new plan was kept, and false if it was not or if there are no dynamic rows.
     ///
     /// # Errors
     /// Returns an error if the reserve exceeds the address space, or if its factor is not a valid number. Returns the
@@ -42,7 +42,7 @@ impl Executable {
 }
 
 fn options(reserve: Reserve) -> ArenaOptions {
-    // This work takes about a tenth of a second, or less if the reserve is proven minimal earlier.
+    // This limit allows about a tenth of a second. Planning ends earlier if the reserve is proven minimal.
     ArenaOptions { reserve, work: 2_000_000, ..ArenaOptions::default() }
 }
 
@@ -126,7 +126,7 @@ impl DynamicBuffers {
         self.requests.is_empty()
     }
 
-    /// Plans the arena of dynamic rows on top of a static plan. `None` if there are no requests.
+    /// Plans the arena of dynamic rows on top of a static plan. Returns `None` if there are no requests.
     pub fn plan(&self, problem: &Problem, solution: &Solution, reserve: Reserve) -> Result<Option<ArenaPlan>> {
         if self.is_empty() {
             return Ok(None);

@@ -16,8 +16,8 @@ use crate::offload_plan::HostPlan;
 /// Options of [`compile`](crate::compile).
 #[derive(Debug, Clone)]
 pub struct CompileOptions {
-    /// Limits of the planner. The default is three quarters of the planner's own default. It allows a few seconds at
-    /// most, and planning ends earlier if the lower bound is reached.
+    /// Options of the planner. The default `work` limit is three quarters of the planner's own default. This allows a
+    /// few seconds at most. Planning ends earlier if the lower bound is reached.
     pub planner: Options,
     /// The reserve for dynamic rows.
     pub reserve: Reserve,
@@ -131,11 +131,11 @@ impl Executable {
         self.dynamic_arena.as_ref().map_or(self.solution.height, ArenaPlan::height)
     }
 
-    /// Writes the plan as a table with minimalloc's columns. Each row has a buffer's id (its index and the name of its
-    /// tensor), its ticks, its bytes and its address.
+    /// Writes the plan as a table with minimalloc's columns. Each row describes a buffer: its id, its lifetime in
+    /// ticks, its bytes and its address. The id consists of the buffer's index and the name of its tensor.
     ///
     /// # Errors
-    /// Returns only the errors of the writer.
+    /// Returns the errors of the writer.
     pub fn write_plan(&self, out: impl Write) -> std::result::Result<(), gapless_alloc::Error> {
         // Names of tensors may repeat and may contain commas.
         let name = |(index, label): (usize, &Label)| format!("{index} {}", label.tensor.replace(',', ";"));
@@ -169,8 +169,10 @@ impl Executable {
         of_role.map(|p| (p.label.tensor.as_str(), &p.spec))
     }
 
-    /// Returns the tensor of this name that outlives the step. The error for an unknown name suggests the most similar
-    /// one.
+    /// Returns the tensor of this name that outlives the step.
+    ///
+    /// # Errors
+    /// If no such tensor has this name, returns an error that suggests the most similar name.
     pub fn find_persistent(&self, name: &str) -> Result<&Persistent> {
         let found = self.persistent.iter().find(|p| p.label.tensor == name);
         found.ok_or_else(|| unknown(name, self.persistent.iter().map(|p| p.label.tensor.as_str())))

@@ -35,7 +35,7 @@ pub struct Instruction {
     pub micro_batch: u32,
     /// Name of the layer to which the instruction belongs.
     pub layer: Arc<str>,
-    /// Ranges of bytes that are not read after this instruction.
+    /// Ranges of bytes in the arena whose contents are not read after this instruction.
     pub dead_after: Box<[Range<u64>]>,
     /// Index of the row count that the instruction produces, as the last element of output 0.
     pub defines_count: Option<u32>,
@@ -75,8 +75,8 @@ impl Instruction {
 pub struct DynamicAlloc {
     /// The id of this request.
     pub request: RequestId,
-    /// The request whose id instructions use to look up the buffer's offset. It differs from `request` if the rows were
-    /// evicted.
+    /// The request whose id instructions use to look up the buffer's offset. If the rows were evicted, this is not the
+    /// id in `request`.
     pub slot: RequestId,
     /// Index of the row count.
     pub count: u32,
@@ -143,7 +143,10 @@ pub struct CompiledProgram {
 }
 
 impl CompiledProgram {
-    /// Returns the address of an input. Returns an error if the input's type or number of elements differs from that of
+    /// Returns the address of an input.
+    ///
+    /// # Errors
+    /// Returns an error if there is no such input, or if the input's type or number of elements differs from that of
     /// `data`.
     pub fn input_for<T: Element>(&self, name: &str, micro_batch: u32, data: &[T]) -> Result<&Address> {
         let found = self.inputs.iter().find(|input| input.name == name && input.micro_batch == micro_batch);
@@ -156,7 +159,10 @@ impl CompiledProgram {
         Ok(address)
     }
 
-    /// Returns the output of this name. The error for an unknown name suggests the most similar one.
+    /// Returns the output of this name.
+    ///
+    /// # Errors
+    /// If no output has this name, returns an error that suggests the most similar name.
     pub fn output(&self, name: &str) -> Result<&BoundTensor> {
         let found = self.outputs.iter().find(|output| output.name == name);
         found.ok_or_else(|| unknown(name, self.outputs.iter().map(|output| output.name.as_str())))
@@ -174,8 +180,8 @@ pub struct Persistent {
     pub spec: Spec,
     /// Its contents before the first step.
     pub fill: Initializer,
-    /// Whether an instruction of this rank changes the tensor. If not, the tensor may be received from the rank that
-    /// changes it.
+    /// Whether an instruction of this rank changes the tensor. If not, another rank may change the tensor and send it
+    /// to this rank.
     pub changes_here: bool,
 }
 

@@ -33,8 +33,7 @@ impl OffloadId {
     }
 }
 
-/// A range of the offload file. It holds an activation from the instruction that writes it to the instruction that
-/// reads it.
+/// A range of the offload file. It holds an activation from the copy out of the arena to the copy back into the arena.
 #[derive(Debug, Clone)]
 pub struct OffloadBuffer {
     /// Size in bytes.

@@ -17,8 +17,9 @@ pub enum Sends {
     Buffered,
     /// A send lasts until its receiver reaches the receive. In a table without communication, it lasts until the
     /// receiver reaches the action that needs the message. Orders in which two neighbours send to each other first, as
-    /// in 1F1B, deadlock with such sends; [`crate::communicate`] places the receives so that they don't. A table that
-    /// passes needs no tags either: between two ranks, messages are received in the order in which they are sent.
+    /// in 1F1B, deadlock with such sends. [`crate::communicate`] places the receives so that this does not happen. A
+    /// table that passes the check with such sends needs no tags either: between two ranks, messages are received in
+    /// the order in which they are sent.
     Blocking,
 }
 

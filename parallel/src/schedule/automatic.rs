@@ -85,13 +85,13 @@ impl Automatic {
 #[derive(Debug, Clone, Copy)]
 struct Policy {
     first: First,
-    /// Among actions of one kind: true if those of the stage nearer to the loss come first, false if those of the
-    /// earlier micro-batch do.
+    /// The order of actions of one kind. If true, stages nearer to the loss come first. If false, earlier micro-batches
+    /// come first.
     deeper_first: bool,
-    /// A weight gradient is taken if every other action of the rank is known to start no sooner than this many thirds
-    /// of the weight gradient's duration from now.
+    /// A weight gradient is taken if no other action of the rank is known to start within `patience` thirds of the
+    /// weight gradient's duration from now.
     patience: u64,
-    /// The cap on the forwards of a rank before its first backward: the limit itself, as in ZB-H2, or as in 1F1B.
+    /// The rule that caps the number of forwards of a rank before its first backward.
     warm_up: WarmUp,
 }
 

@@ -146,7 +146,8 @@ impl<'a> PartialOrders<'a> {
         Some(())
     }
 
-    /// Adds weight gradients in the time during which the rank would wait for the next action of `stage`.
+    /// Runs pending weight gradients while the rank would otherwise wait for the input of the next action of `stage`.
+    /// `overrun` says whether one may run past the end of the gap.
     pub fn fill_gap(&mut self, kind: Kind, stage: u32, overrun: Overrun) {
         let Some(arrival) = self.arrival(kind, stage) else { return };
         let owner = self.owner(stage);

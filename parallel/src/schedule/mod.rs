@@ -85,7 +85,7 @@ impl Placement {
 /// ```
 /// use gapless_parallel::{Action, Error, Kind, Schedule, Sends, Shape, check};
 ///
-/// /// One micro-batch after the other, so that a single one is ever alive.
+/// /// One micro-batch after the other, so that only one is alive at a time.
 /// struct OneByOne;
 ///
 /// impl Schedule for OneByOne {

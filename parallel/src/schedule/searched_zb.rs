@@ -1,10 +1,10 @@
 //! The automatic schedule of Qi et al. (arXiv 2401.10241, section 3): one chunk per rank, with an order that is
-//! searched for given costs and a limit on activations. With a limit of P forwards it is the authors' ZB-1p, with 2P
-//! forwards their ZB-2p.
+//! searched for given costs and a limit on activations. With a limit of P forwards, this is the authors' ZB-1p. With a
+//! limit of 2P forwards, it is their ZB-2p.
 //!
 //! First comes a warm-up that is as long as time and memory allow. Then come rounds of at most one forward and one
-//! input gradient per rank. Weight gradients go where a rank would wait or has to free memory. Three choices are open.
-//! All eight combinations are tried, and the first of the shortest orders is returned.
+//! input gradient per rank. Weight gradients go where a rank would wait or has to free memory. The rules leave three
+//! choices open ([`Choices`]). All eight combinations are tried, and the first of the shortest orders is returned.
 
 use super::gap_filling::{Overrun, PartialOrders, Saved, Setting};
 use super::{Placement, Schedule, Shape};
@@ -115,8 +115,8 @@ impl<'a> Search<'a> {
             }
             arrival = free.max(arrival) + costs.action(input) + costs.transfer(input);
         }
-        // Each rank runs fewer forwards than the rank before it, which would otherwise delay it. The exception is a
-        // rank that runs all forwards there are.
+        // Each rank runs fewer forwards than the rank before it. Otherwise it would have to wait for that rank's
+        // forwards. The exception is a rank that runs all forwards there are.
         for rank in 1..further.len() {
             let before = further[rank - 1];
             let are_all = before.min(further[rank]) + 1 == shape.micro_batches;

@@ -68,8 +68,8 @@ fn middle(costs: &[Costs]) -> Costs {
     }
 }
 
-/// Whether a weight gradient is run in a gap that is shorter, if waiting through the gap would make the rank the one
-/// that waits longest. There is one choice for each kind of action after the gap.
+/// Whether a weight gradient is run in a gap that is shorter than the weight gradient, if waiting through the gap would
+/// make the rank the one that waits longest. There is one choice for each kind of action after the gap.
 #[derive(Debug, Clone, Copy)]
 struct Choices {
     /// For gaps before input gradients on the way up. Before input gradients on the way down, the weight gradient is

@@ -108,7 +108,7 @@ struct Lowerer<'a> {
     /// Per [`Variant`](crate::recompute::Variant): recomputed nodes that run early, in I, because keeping their outputs
     /// until W takes fewer bytes than keeping their inputs.
     smaller_for_weights: Vec<SmallerForWeights>,
-    /// Whether the current action is an I, which a W follows later.
+    /// Whether the current action is an I. In that case, the W of the same micro-batch is a later action.
     is_split: bool,
 }
 
@@ -251,9 +251,9 @@ impl<'a> Lowerer<'a> {
         }
     }
 
-    /// Returns the buffer of an output, and whether the operation accumulates into it. An output whose sum the update
-    /// reads is summed over the micro-batches, either by the operation itself or by an instruction that is emitted
-    /// after it.
+    /// Returns the buffer of an output, and whether the operation accumulates into that buffer. An output whose sum the
+    /// update reads is summed over the micro-batches, either by the operation itself or by an instruction that is
+    /// emitted after the operation.
     fn output(
         &mut self,
         node: &Node,

@@ -40,7 +40,7 @@ impl Occurrence {
 /// recomputes the last input. If its inputs are kept, this is the first node of I that reads one of these inputs.
 pub(super) type SmallerForWeights = HashMap<NodeId, Vec<NodeId>>;
 
-/// Finds these nodes for each variant.
+/// Returns the [`SmallerForWeights`] of each variant.
 pub(super) fn smaller_for_weights(
     lowering: &Lowering<'_>,
     nodes: &HashMap<(Place, Phase), Vec<NodeId>>,
@@ -115,11 +115,11 @@ impl Lowerer<'_> {
         }
     }
 
-    /// Like [`restore`](Self::restore), but does not recompute evicted rows.
+    /// Like [`rematerialize_inputs`](Self::rematerialize_inputs), but does not recompute evicted rows.
     pub(super) fn rematerialize_static_inputs(&mut self, node: &Node, micro_batch: u32) {
         let graph = self.lowering.graph;
         for maker in self.missing(node, micro_batch) {
-            // The node may already have run early for W, triggered by an earlier iteration.
+            // In an earlier iteration, `keep_smaller_for_w` may already have emitted this node.
             let is_there =
                 |output: &ValueId| self.live_buffer.contains_key(&Instance::micro_batch(*output, micro_batch));
             if graph.node(maker).outputs.iter().all(is_there) {

@@ -58,7 +58,7 @@ pub(super) fn run(program: &mut Program, _: &Context<'_>) -> Result<()> {
         let anchor = anchors[index];
         for buffer in inputs(instr) {
             touched[buffer].touched = touched[buffer].touched.max(Some(anchor));
-            // Operands of a message or collective are in use until the wait for it, so the wait counts as a write.
+            // Operands of a message or collective are in use until the matching wait, so the wait counts as a write.
             if !matches!(instr.kind, InstrKind::Compute(_)) {
                 touched[buffer].written = touched[buffer].written.max(Some(anchor));
             }

@@ -2,8 +2,8 @@
 //!
 //! - In: a program that reads values of other ranks as if they were local.
 //! - Out: the same program with messages. A value that another rank reads is sent after the action that computes it,
-//!   and received before the first action that reads it. In the update, a value is sent right after its node, and
-//!   received right before the first node that reads it.
+//!   and received before the first action that reads it. In the update, a value is sent right after the node that
+//!   computes it, and received right before the first node that reads it.
 //! - Never: a buffer.
 //!
 //! The wait for a send is placed where the schedule proves that the message has been received, so the wait never blocks

@@ -13,15 +13,15 @@
 //! (held by other micro-batches) + Σ kept of layers before l + peak of l  ≤  limit,   for every l.
 //! ```
 //!
-//! Dynamic programming from the first layer to the last finds these choices. After each layer, it keeps only the states
+//! Dynamic programming from the first layer to the last finds the choices. After each layer, it keeps only the states
 //! that are Pareto-optimal in bytes and time.
 //!
 //! A micro-batch in flight holds kept values from forward to backward. If the backward is split, the micro-batch holds
 //! kept values from forward to I, and other values from I to W. Two moments are considered: when the number of
 //! micro-batches between forward and backward is highest, and when the number between I and W is highest.
 //!
-//! The initial limit is the budget minus everything else that the plan holds. The limit is then corrected by the sizes
-//! of the real plans.
+//! The initial limit is the budget minus the bytes that this model of the layers does not cover, such as parameters and
+//! scratch. The limit is then corrected by the sizes of the real plans.
 //!
 //! All micro-batches use these choices, except for the first one to run its backward. During that backward, not all
 //! accumulated gradients exist yet, so there is space to keep more values. Its separate limit is raised as far as the
@@ -68,12 +68,12 @@ pub struct Budget<'a> {
 impl Budget<'_> {
     /// Returns the fastest plan found that fits the budget.
     ///
-    /// `place` lowers and plans a recomputation, and returns the size of the arena. If there is a capacity and the
-    /// arena exceeds it, `place` may stop early and return a lower bound of the arena that exceeds the capacity.
-    /// Without a capacity, it returns the size of the lowest plan.
+    /// `plan_size` lowers and plans a recomputation, and returns the size of the arena. If there is a capacity and the
+    /// arena exceeds it, `plan_size` may stop early and return a lower bound of the arena's size that exceeds the
+    /// capacity. Without a capacity, it returns the size of the lowest plan.
     ///
     /// # Errors
-    /// Returns [`Error::OverBudget`] with the smallest arena found if no plan fits, and the errors of `plan_size`.
+    /// Returns [`Error::OverBudget`] with the smallest arena found if no plan fits. Returns the errors of `plan_size`.
     pub fn fit(&self, mut plan_size: impl FnMut(&RematPlan, Option<u64>) -> Result<u64>) -> Result<RematPlan> {
         let plain: Vec<usize> = vec![0; self.blocks.len()];
         let height = plan_size(&self.recomputation(&plain), Some(self.bytes))?;
@@ -92,8 +92,8 @@ impl Budget<'_> {
         }
     }
 
-    /// Finds choices that are the same for all micro-batches, and the limit with which they were found. `None` if none
-    /// fit.
+    /// Returns choices that are the same for all micro-batches, and the limit with which these choices were found.
+    /// Returns `None` if no choices fit.
     fn search(
         &self,
         plain: &[usize],
@@ -142,8 +142,8 @@ impl Budget<'_> {
         Ok(best)
     }
 
-    /// Finds separate choices for the first micro-batch to run its backward, starting from the limit of the others.
-    /// `rest` holds the choices of all other micro-batches.
+    /// Finds separate choices for the first micro-batch to run its backward, starting from the limit of the other
+    /// micro-batches. `rest` holds the choices of these others. Returns the plan with both.
     fn refine_first(
         &self,
         rest: Vec<usize>,
@@ -355,8 +355,8 @@ impl States {
     }
 }
 
-/// Two numbers of micro-batches of a stage: those between forward and backward (or I), and those between I and W. They
-/// are given at two moments: when the first number is highest, and when the second is.
+/// Two numbers of micro-batches of a stage: those between forward and backward (or I), and those between I and W. Both
+/// numbers are given at two moments: when the first number is highest, and when the second number is highest.
 pub type InFlight = [[u64; 2]; 2];
 
 fn added(one: [u64; 2], other: [u64; 2]) -> [u64; 2] {

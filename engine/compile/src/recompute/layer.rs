@@ -30,8 +30,8 @@ pub(super) const RUN: usize = 12;
 /// Maximum number of candidates between two neighbouring cuts for which all subsets are tried.
 const BETWEEN: usize = 8;
 
-/// Maximum number of choices of a layer. If there are more, a choice is removed if another choice is better except for
-/// a small part of the layer's bytes.
+/// Maximum number of choices of a layer. If there are more, a choice is removed if a faster choice exceeds none of its
+/// costs in bytes by more than a small part of the layer's bytes.
 const CHOICES: usize = 256;
 
 /// A set of candidates, as a bit mask.
@@ -314,8 +314,8 @@ impl<'l> Costs<'l> {
     }
 
     /// Returns the bytes kept until W, and the peak bytes of the whole sequence, which is walked backwards. While W
-    /// recomputes values, another micro-batch already holds all values that a micro-batch keeps. So the bytes of the
-    /// recomputation in W are added to these.
+    /// recomputes values, another micro-batch already holds the bytes that a micro-batch keeps from forward to
+    /// backward, which are `kept`. So the bytes that W recomputes are added to `kept`.
     fn bytes(&mut self, kept: u64, until_input: usize) -> (u64, u64) {
         self.alive.fill(false);
         let mut alive = Alive { values: &mut self.alive, bytes: &self.layer.bytes, now: 0 };
@@ -380,8 +380,8 @@ fn thinned(choices: Vec<Choice>) -> Vec<Choice> {
     thinned
 }
 
-/// Removes each choice that an earlier one beats. `choices` are sorted by time, so an earlier choice takes no more
-/// time. It beats the later one if none of its costs in bytes is higher by more than `bytes`.
+/// Removes each choice that an earlier choice beats. `choices` are sorted by time, so an earlier choice is at least as
+/// fast. It beats a later choice if it exceeds none of the later choice's costs in bytes by more than `bytes`.
 fn remove_beaten(choices: &[Choice], bytes: u64) -> Vec<Choice> {
     let mut best: Vec<Choice> = Vec::new();
     for &choice in choices {

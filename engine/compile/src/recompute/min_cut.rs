@@ -15,11 +15,12 @@
 //!             n ──λ·time──▶ sink   cut where n runs again
 //! ```
 //!
-//! The partitioner's network has two nodes per value: needed, and recomputed. A value that the backward reads is always
-//! needed, so here its first node is merged with the source.
+//! The partitioner's network has two nodes per value: one for "needed" and one for "recomputed". A value that the
+//! backward reads is always needed, so here the node for "needed" is merged with the source.
 //!
-//! The values of λ to try come from the known corners. With the slope between two neighbouring corners as λ, the cut
-//! either is a corner between them or proves that there is none (Eisner and Severance, Journal of the ACM 23, 1976).
+//! The values of λ to try come from the known corners: λ is the slope between two neighbouring corners. The cut for
+//! this λ either is a corner between the two, or proves that there is none (Eisner and Severance, Journal of the ACM
+//! 23, 1976).
 
 use super::layer::{Candidates, Layer};
 

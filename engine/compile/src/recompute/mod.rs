@@ -104,7 +104,7 @@ impl RematPlan {
         Self { variants: vec![variant], cycle: vec![0], exception: None }
     }
 
-    /// Returns this plan with another variant for one micro-batch.
+    /// Returns this plan, except that the given micro-batch uses `variant`.
     pub fn except(mut self, micro_batch: u32, variant: Variant) -> Self {
         self.exception = Some((micro_batch, self.variants.len()));
         self.variants.push(variant);
@@ -112,7 +112,8 @@ impl RematPlan {
     }
 
     /// Returns this plan with recomputation in both halves of a split backward for these stages. Values that are
-    /// recomputed for the input gradients are freed after them, and recomputed once more for the weight gradients.
+    /// recomputed for the input gradients are freed after the input gradients, and recomputed once more for the weight
+    /// gradients.
     pub fn recompute_in_both_halves(mut self, graph: &Graph, stages: &BTreeSet<StageId>) -> Self {
         for variant in &mut self.variants {
             let is_in = |root: &ValueId| match graph.place_of(*root) {
@@ -134,7 +135,7 @@ impl RematPlan {
         &self.variants
     }
 
-    /// Returns the index of a micro-batch's variant, or `None` if the plan recomputes nothing at all.
+    /// Returns the index of a micro-batch's variant, or `None` if the plan is empty and so recomputes nothing.
     pub fn variant_of(&self, micro_batch: u32) -> Option<usize> {
         match self.exception {
             Some((exception, variant)) if exception == micro_batch => Some(variant),

@@ -108,14 +108,14 @@ pub struct Resolving<'a> {
     pub row: &'a [Action],
     /// The activations that are compressed or offloaded.
     pub stashing: StorageOptions<'a>,
-    /// Whether values that are recomputed for the input gradients of a split backward may be freed after them, and
-    /// recomputed once more for the weight gradients.
+    /// Whether values that are recomputed for the input gradients of a split backward may be freed after the input
+    /// gradients, and recomputed once more for the weight gradients.
     pub can_be_twice: bool,
 }
 
 impl Resolving<'_> {
-    /// Resolves a policy or, if there is a budget, searches for the fastest recomputation that fits the budget.
-    /// [`Budget::fit`] describes `place`.
+    /// Resolves a policy. If there is a budget, ignores the policy and searches for the fastest recomputation that fits
+    /// the budget. [`Budget::fit`] describes `place`, under the name `plan_size`.
     ///
     /// # Errors
     /// Returns an error if the model has no layer or operation with a name in the policy, or if a cycle is empty or

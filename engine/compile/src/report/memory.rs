@@ -37,7 +37,7 @@ pub struct Report {
 }
 
 impl Report {
-    /// The report of an executable.
+    /// Returns the report of an executable. `parameters` is the number of trained parameters.
     pub fn of(executable: &Executable, parameters: u64) -> Self {
         let solution = &executable.solution;
         Self {
@@ -83,7 +83,7 @@ pub fn memory_map(executable: &Executable) -> MemoryMap<'_> {
         .expect("the tables of an executable are of one length")
 }
 
-/// The `count` largest tensors at the peak, one per line.
+/// Returns the `count` largest tensors at the peak as text, one per line.
 pub fn largest_at_peak(executable: &Executable, count: usize) -> String {
     memory_map(executable).summary(count).to_string()
 }

@@ -73,7 +73,7 @@ impl StepGraph {
 
     /// Returns programs of a pipeline rank for a table with fewer micro-batches. Each micro-batch costs and keeps as
     /// much as in the whole step. Usually there is one program. If the policy may recompute twice in a split backward,
-    /// the first program never does so, and a second program always does.
+    /// there are two: the first program never recomputes twice, and the second always does.
     ///
     /// # Errors
     /// Returns the errors of [`Self::program`].

@@ -80,7 +80,7 @@ pub const LOSS_PARTS: [(LossPart, &str); 3] = [
     (LossPart::RouterZ, "z-loss of routers"),
 ];
 
-/// Information for a trainer about its programs, in addition to the executable.
+/// Information about the compiled programs that a trainer needs in addition to the executable.
 #[derive(Debug)]
 pub struct CompiledStep {
     /// Number of trained parameters.

@@ -92,7 +92,7 @@ pub struct CheckpointLayout {
     pub stages: BTreeMap<String, StageId>,
     /// Tensors that no update changes.
     pub frozen: BTreeSet<String>,
-    /// The part that this rank has, for each tensor that it does not have as a whole.
+    /// For each tensor of which this rank has only a part: that part.
     pub parts: HashMap<String, Shard>,
     /// States that are initialized with the value of their parameter (masters and averages), by the parameter's name.
     pub copies: HashMap<String, Vec<String>>,
@@ -116,7 +116,8 @@ pub(super) struct Recorded {
 }
 
 impl Update<'_> {
-    /// Returns the loss of the whole batch, given the sum over this rank's micro-batches.
+    /// Returns the loss of the whole batch. `loss` is the sum over this rank's micro-batches, and `share` is the weight
+    /// of a micro-batch's loss in the loss of the whole batch.
     pub fn mean_loss(&self, loss: &Tensor, share: f64) -> Result<Tensor> {
         let place = self.trace.lock().place_of(loss.id()).unwrap_or_default();
         self.place(place);

@@ -46,7 +46,7 @@ const MAX_MEMBERS: usize = 24;
 /// Maximum number of operands of the fused instruction. More would also run out of registers.
 const MAX_OPERANDS: usize = 16;
 
-/// Maximum number of inputs of an expression, and of its constants: each is named by one digit.
+/// Maximum number of inputs of an expression, and of its constants. Each input and constant is named by a single digit.
 const MAX_NAMED: usize = 10;
 
 pub(super) fn run(program: &mut Program, _: &Context<'_>) -> Result<()> {

@@ -116,7 +116,7 @@ impl Fusion<'_> {
     }
 }
 
-/// Returns the library call for a product and the one operation that follows it.
+/// Returns the library call for a product and the operation that follows it, or `None` if there is no such call.
 pub(super) fn product(fused: &Fused, operands: &Operands<'_>) -> Option<Product> {
     let [first, second] = &fused.members[..] else { return None };
     let output = |member: usize| {

@@ -184,8 +184,8 @@ impl Profile {
     }
 }
 
-/// Returns the accesses of an instruction. Row counts are resources too, because the instruction that defines a row
-/// count must stay before those with buffers of that count.
+/// Returns the accesses of an instruction. Row counts are resources too: the instruction that defines a row count must
+/// stay before the instructions that use buffers sized by that count.
 fn touches(program: &Program, instr: &Instr) -> Vec<Touch> {
     let mut touches: Vec<Touch> = Vec::new();
     let mut touch = |resource: usize, writes: bool| match touches.iter_mut().find(|known| known.resource == resource) {
@@ -205,8 +205,8 @@ fn touches(program: &Program, instr: &Instr) -> Vec<Touch> {
     touches
 }
 
-/// Returns the ranges within which instructions may move. Each range is a run of computation of one action, including
-/// operations of the update that were moved there, or a run of the update itself.
+/// Returns the ranges within which instructions may move. Each range consists of consecutive computations of one
+/// action, or of the update. A range of an action includes operations of the update that were moved into the action.
 fn segments(program: &Program) -> Vec<Range<usize>> {
     let last_action = program.parts.iter().rposition(|part| part.action.is_some());
     let mut segments: Vec<Range<usize>> = Vec::new();

@@ -1,5 +1,5 @@
-//! Checks the pass on small programs. The reference is a brute-force search over all valid orders, whose peaks are
-//! measured as the planner does.
+//! Checks the pass on small programs. The reference is a brute-force search over all valid orders. It measures each
+//! peak with the planner's lower bound.
 
 use std::sync::Arc;
 
