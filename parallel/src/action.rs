@@ -42,7 +42,7 @@ impl Action {
 }
 
 impl Kind {
-    /// The letter of this kind in PyTorch's notation.
+    /// Returns the letter of this kind in PyTorch's notation.
     pub fn letter(self) -> char {
         match self {
             Self::Forward => 'F',
@@ -155,7 +155,7 @@ impl fmt::Display for Communication {
 }
 
 impl Cell {
-    /// The actions of the cell, in an order that is also valid if they run one after the other.
+    /// Returns the actions of the cell, in an order that is also valid if they run one after the other.
     pub fn actions(&self) -> impl Iterator<Item = Action> + use<> {
         let (first, second) = match *self {
             Self::One(action) => (Some(action), None),

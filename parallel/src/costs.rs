@@ -7,20 +7,20 @@ use crate::{Action, Kind, StageId};
 
 /// The durations that the simulator uses. A tick is a unit of time that the caller chooses.
 pub trait Durations {
-    /// Ticks of one action that runs alone.
+    /// Returns the ticks of one action that runs alone.
     fn action(&self, action: Action) -> u64;
 
-    /// Ticks of a forward of one stage and a backward of another that run at the same time.
+    /// Returns the ticks of a forward of one stage and a backward of another that run at the same time.
     fn overlapped(&self, forward: Action, backward: Action) -> u64 {
         self.action(forward) + self.action(backward)
     }
 
-    /// Ticks from the end of an action until a neighbouring rank can use its result.
+    /// Returns the ticks from the end of an action until a neighbouring rank can use its result.
     fn transfer(&self, _from: Action) -> u64 {
         0
     }
 
-    /// Ticks of the optimizer's step on a stage's weights.
+    /// Returns the ticks of the optimizer's step on a stage's weights.
     fn update(&self, _stage: StageId) -> u64 {
         0
     }
@@ -59,8 +59,8 @@ impl Costs {
         }
     }
 
-    /// Ticks saved by running a pair at the same time. The number is negative if the pair takes longer than its two
-    /// actions one by one.
+    /// Returns the ticks saved by running a pair at the same time. The number is negative if the pair takes longer than
+    /// its two actions one by one.
     fn saved(&self) -> i128 {
         i128::from(self.ticks(Kind::Forward)) + i128::from(self.ticks(Kind::Backward)) - i128::from(self.overlapped)
     }

@@ -52,7 +52,7 @@ fn micro_batch(cell: &Cell) -> Option<MicroBatch> {
     }
 }
 
-/// The same cell of another micro-batch.
+/// Returns the same cell of another micro-batch.
 fn with(cell: Cell, micro_batch: MicroBatch) -> Cell {
     match cell {
         Cell::One(action) => Cell::One(Action { micro_batch, ..action }),

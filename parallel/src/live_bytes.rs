@@ -75,7 +75,7 @@ impl Timeline {
         live
     }
 
-    /// The maximum of [`Timeline::live_bytes`].
+    /// Returns the maximum of [`Timeline::live_bytes`].
     pub fn peak_bytes(&self, rank: usize, bytes: &[StageBytes]) -> u64 {
         self.live_bytes(rank, bytes).into_iter().map(|(_, live)| live).max().unwrap_or_default()
     }

@@ -73,7 +73,7 @@ pub fn simulate(table: &[Vec<Cell>], costs: &(impl Durations + ?Sized)) -> Resul
 }
 
 impl Timeline {
-    /// Ticks from 0 to the end of the last cell.
+    /// Returns the ticks from 0 to the end of the last cell.
     pub fn makespan(&self) -> u64 {
         self.ranks.iter().flatten().map(|span| span.end).max().unwrap_or_default()
     }
@@ -88,7 +88,7 @@ impl Timeline {
         self.makespan() - self.ranks[rank].iter().map(busy).sum::<u64>()
     }
 
-    /// The share of bubbles in the time of all ranks up to the makespan; 0 if nothing takes time.
+    /// Returns the share of bubbles in the time of all ranks up to the makespan; 0 if nothing takes time.
     pub fn bubble_share(&self) -> f64 {
         let bubbles: u64 = (0..self.ranks.len()).map(|rank| self.bubble(rank)).sum();
         let whole = self.makespan() as f64 * self.ranks.len() as f64;
@@ -116,7 +116,7 @@ impl Timeline {
             .collect()
     }
 
-    /// The maximum of [`Timeline::live`].
+    /// Returns the maximum of [`Timeline::live`].
     pub fn peak(&self, rank: usize) -> i64 {
         self.live(rank).into_iter().map(|(_, live)| live).max().unwrap_or_default()
     }

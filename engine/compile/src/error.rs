@@ -44,7 +44,7 @@ pub enum Error {
 }
 
 impl Error {
-    /// A refused setting: its name, the reason, and what to do instead.
+    /// Returns a refused setting: its name, the reason, and what to do instead.
     pub(crate) fn config(what: &'static str, why: impl Into<String>, remedy: &'static str) -> Self {
         gapless_graph::Error::config(what, why, remedy).into()
     }

@@ -68,35 +68,35 @@ pub struct Executable {
 }
 
 impl Executable {
-    /// The programs, by [`ProgramId`].
+    /// Returns the programs, by [`ProgramId`].
     #[doc(hidden)]
     pub fn programs(&self) -> &[CompiledProgram] {
         &self.programs
     }
 
-    /// The tensors that outlive the step, in the order of their declaration.
+    /// Returns the tensors that outlive the step, in the order of their declaration.
     #[doc(hidden)]
     pub fn persistent(&self) -> &[Persistent] {
         &self.persistent
     }
 
-    /// The planning problem of all programs.
+    /// Returns the planning problem of all programs.
     pub fn problem(&self) -> &Problem {
         &self.problem
     }
 
-    /// The plan, which has passed the checker.
+    /// Returns the plan, which has passed the checker.
     pub fn solution(&self) -> &Solution {
         &self.solution
     }
 
-    /// The plan of the arena of dynamic rows, which lies above and between the planned buffers. `None` if there are no
-    /// dynamic rows.
+    /// Returns the plan of the arena of dynamic rows, which lies above and between the planned buffers. Returns `None`
+    /// if there are no dynamic rows.
     pub fn routing(&self) -> Option<&ArenaPlan> {
         self.dynamic_arena.as_ref()
     }
 
-    /// Names and roles of the problem's buffers.
+    /// Returns the names and roles of the problem's buffers.
     pub fn labels(&self) -> &[Label] {
         &self.labels
     }
@@ -106,27 +106,27 @@ impl Executable {
         &self.parts
     }
 
-    /// The hash that identifies the plan.
+    /// Returns the hash that identifies the plan.
     pub fn plan_hash(&self) -> PlanHash {
         self.plan_hash
     }
 
-    /// Time spent planning, in milliseconds.
+    /// Returns the time spent planning, in milliseconds.
     pub fn plan_ms(&self) -> f64 {
         self.plan_ms
     }
 
-    /// The plan of the file for offloaded activations.
+    /// Returns the plan of the file for offloaded activations.
     pub fn host(&self) -> &HostPlan {
         &self.host
     }
 
-    /// Floating-point operations of one run of each program.
+    /// Returns the floating-point operations of one run of each program.
     pub fn flops(&self) -> &[u64] {
         &self.flops
     }
 
-    /// Size of the arena.
+    /// Returns the size of the arena.
     pub fn arena_bytes(&self) -> u64 {
         self.dynamic_arena.as_ref().map_or(self.solution.height, ArenaPlan::height)
     }
@@ -143,12 +143,12 @@ impl Executable {
         Table::new(ids, self.problem.clone()).write(out, Some(&self.solution.offsets))
     }
 
-    /// Size of the file for offloaded activations.
+    /// Returns the size of the file for offloaded activations.
     pub fn host_bytes(&self) -> u64 {
         self.host.solution.height
     }
 
-    /// The largest number of messages and collectives of any program.
+    /// Returns the largest number of messages and collectives of any program.
     pub fn requests(&self) -> usize {
         self.programs.iter().map(|program| program.requests).max().unwrap_or(0)
     }
@@ -178,7 +178,7 @@ impl Executable {
         found.ok_or_else(|| unknown(name, self.persistent.iter().map(|p| p.label.tensor.as_str())))
     }
 
-    /// The types of all tensors, with repetitions.
+    /// Returns the types of all tensors, with repetitions.
     pub fn dtypes(&self) -> impl Iterator<Item = DType> {
         let instructions = self.programs.iter().flat_map(|program| &program.instructions);
         let operands = instructions.flat_map(|instruction| instruction.inputs.iter().chain(&*instruction.outputs));

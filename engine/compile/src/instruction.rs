@@ -48,7 +48,7 @@ pub struct Instruction {
 }
 
 impl Instruction {
-    /// The instruction's operation, layer and micro-batch, as text for errors.
+    /// Returns the instruction's operation, layer and micro-batch, as text for errors.
     pub fn describe(&self) -> String {
         let layer = if self.layer.is_empty() { "the model" } else { &self.layer };
         format!("{} in {layer}, micro-batch {}", self.kind.name(), self.micro_batch)

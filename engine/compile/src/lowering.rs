@@ -59,12 +59,12 @@ pub struct Output {
 }
 
 impl Output {
-    /// An output that every rank has after the program.
+    /// Returns an output that every rank has after the program.
     pub fn everywhere(name: impl Into<String>, value: ValueId) -> Self {
         Self { name: name.into(), value, everywhere: true }
     }
 
-    /// An output that only the rank that computes the value has after the program.
+    /// Returns an output that only the rank that computes the value has after the program.
     pub fn local(name: impl Into<String>, value: ValueId) -> Self {
         Self { name: name.into(), value, everywhere: false }
     }

@@ -16,7 +16,7 @@ use gapless_parallel::{Action, Kind, Rates};
 pub struct BufferId(pub(crate) u32);
 
 impl BufferId {
-    /// The id as a table index.
+    /// Returns the id as a table index.
     pub fn index(self) -> usize {
         self.0 as usize
     }
@@ -27,7 +27,7 @@ impl BufferId {
 pub struct OffloadId(pub(crate) u32);
 
 impl OffloadId {
-    /// The id as a table index.
+    /// Returns the id as a table index.
     pub fn index(self) -> usize {
         self.0 as usize
     }
@@ -126,12 +126,12 @@ pub struct Operand {
 }
 
 impl Operand {
-    /// An operand that is a value, with the value's layout in the buffer of its root.
+    /// Returns an operand that is a value, with the value's layout in the buffer of its root.
     pub fn new(buffer: BufferId, value: &Value) -> Self {
         Self { buffer, layout: value.layout.clone(), dtype: value.spec.dtype, overwritten_by: None, widened: None }
     }
 
-    /// An operand that is a single f32.
+    /// Returns an operand that is a single f32.
     pub fn scalar(buffer: BufferId) -> Self {
         Self { buffer, layout: Layout::contiguous(()), dtype: DType::F32, overwritten_by: None, widened: None }
     }
@@ -176,7 +176,7 @@ pub enum InstrKind {
 }
 
 impl InstrKind {
-    /// The name that reports and errors use.
+    /// Returns the name that reports and errors use.
     pub fn name(&self) -> &'static str {
         match self {
             Self::Compute(op) => op.name(),
@@ -307,12 +307,13 @@ impl Instr {
         }
     }
 
-    /// Shapes and types of operands, as the methods of operations take them.
+    /// Returns the shapes and types of operands, as the methods of operations take them.
     pub fn specs(operands: &[Operand]) -> Vec<Spec> {
         operands.iter().map(|o| Spec { shape: o.layout.shape().clone(), dtype: o.dtype }).collect()
     }
 
-    /// Floating-point operations of the instruction. An instruction that runs only if rows were evicted counts as 0.
+    /// Returns the floating-point operations of the instruction. An instruction that runs only if rows were evicted
+    /// counts as 0.
     pub fn flops(&self) -> u64 {
         match &self.kind {
             InstrKind::Compute(op) if self.predicate.is_none() => {
@@ -322,8 +323,8 @@ impl Instr {
         }
     }
 
-    /// Modelled time of the instruction on a device. It is 0 for messages, offload copies, and instructions that run
-    /// only if rows were evicted.
+    /// Returns the modelled time of the instruction on a device. It is 0 for messages, offload copies, and instructions
+    /// that run only if rows were evicted.
     pub fn nanoseconds(&self, rates: &Rates) -> u64 {
         match &self.kind {
             InstrKind::Compute(op) if self.predicate.is_none() => {
@@ -336,7 +337,7 @@ impl Instr {
 }
 
 impl Program {
-    /// The activity of each instruction.
+    /// Returns the activity of each instruction.
     pub(crate) fn activities(&self) -> Vec<Activity> {
         let mut activities = vec![Activity::Update; self.instrs.len()];
         for part in &self.parts {
@@ -360,17 +361,17 @@ impl Program {
         activities
     }
 
-    /// Floating-point operations of one run.
+    /// Returns the floating-point operations of one run.
     pub fn flops(&self) -> u64 {
         self.flops_of(0..self.instrs.len())
     }
 
-    /// Floating-point operations spent on recomputation in one run.
+    /// Returns the floating-point operations spent on recomputation in one run.
     pub fn rematerialized_flops(&self) -> u64 {
         sum(self.instrs.iter().filter(|instr| instr.rematerialized))
     }
 
-    /// Modelled time of one run on a device, and the part of that time that is spent on recomputation.
+    /// Returns the modelled time of one run on a device, and the part of that time that is spent on recomputation.
     pub fn nanoseconds(&self, rates: &Rates) -> [u64; 2] {
         let time = |instrs: &mut dyn Iterator<Item = &Instr>| {
             instrs.map(|instr| instr.nanoseconds(rates)).fold(0, u64::saturating_add)
@@ -378,8 +379,8 @@ impl Program {
         [time(&mut self.instrs.iter()), time(&mut self.instrs.iter().filter(|instr| instr.rematerialized))]
     }
 
-    /// Floating-point operations of every action, in the order in which actions start. The simulator derives durations
-    /// from them.
+    /// Returns the floating-point operations of every action, in the order in which actions start. The simulator
+    /// derives durations from them.
     pub fn action_flops(&self) -> Vec<(Action, u64)> {
         let mut flops: Vec<(Action, u64)> = Vec::new();
         for part in &self.parts {

@@ -107,7 +107,7 @@ fn communication_kind(cell: &Cell) -> Option<CommunicationKind> {
 }
 
 impl Table {
-    /// All cells with their rank. An overlapped pair counts as its two actions.
+    /// Returns all cells with their rank. An overlapped pair counts as its two actions.
     fn cells(&self) -> impl Iterator<Item = (usize, Cell)> {
         let row = |(rank, row): (usize, &Vec<Cell>)| {
             let parts: Vec<(usize, Cell)> = row.iter().flat_map(parts).map(|cell| (rank, cell)).collect();
@@ -203,7 +203,7 @@ impl Table {
         [SendForward, ReceiveForward, SendBackward, ReceiveBackward].iter().any(|kind| self.kinds.contains(kind))
     }
 
-    /// The stage from which an action receives its input, if any.
+    /// Returns the stage from which an action receives its input, if any.
     fn source(&self, action: Action) -> Option<StageId> {
         match action.kind {
             Kind::Forward => action.stage.0.checked_sub(1).map(StageId),

@@ -36,7 +36,7 @@ impl Timeline {
         (0..parts).map(part).collect()
     }
 
-    /// The line of one rank, which is cut every `room` characters.
+    /// Returns the line of one rank, which is cut every `room` characters.
     fn line(&self, rank: usize, scale: &Scale, room: usize) -> Vec<char> {
         let mut line = vec![' '; scale.column(self.makespan())];
         let idle = |line: &mut Vec<char>, start, end| {

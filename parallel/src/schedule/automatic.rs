@@ -72,7 +72,7 @@ impl Schedule for Automatic {
 }
 
 impl Automatic {
-    /// The rule-based schedules of the same placement that split backwards.
+    /// Returns the rule-based schedules of the same placement that split backwards.
     fn rules(&self) -> Vec<Box<dyn Schedule>> {
         match self.placement {
             Placement::V => vec![Box::new(Zbv), Box::new(VHalf), Box::new(VMin)],
@@ -201,7 +201,7 @@ impl<'a> GreedyOrders<'a> {
         Some((start, action))
     }
 
-    /// Sort key of an action. The action with the smallest key comes first.
+    /// Returns the sort key of an action. The action with the smallest key comes first.
     fn preference(&self, rank: &Rank, action: Action) -> (bool, u32, u32) {
         let is_forward = action.kind == Kind::Forward;
         let wants_forward = match self.policy.first {

@@ -92,7 +92,7 @@ impl<'a> PartialOrders<'a> {
         Self { setting, ranks, ends: [stages.clone(), stages], lent }
     }
 
-    /// Number of forwards or input gradients of `stage` so far.
+    /// Returns the number of forwards or input gradients of `stage` so far.
     pub fn done(&self, kind: Kind, stage: u32) -> u32 {
         self.ends_of(kind, stage).len() as u32
     }
@@ -170,19 +170,19 @@ impl<'a> PartialOrders<'a> {
         while self.put_weight(rank as usize).is_some() {}
     }
 
-    /// Ticks that this rank can wait without becoming the rank that waits longest.
+    /// Returns the ticks that this rank can wait without becoming the rank that waits longest.
     pub fn affordable(&self, rank: u32) -> u64 {
         let rank = rank as usize;
         self.longest_wait().max(self.lent[rank]) - self.ranks[rank].waited
     }
 
-    /// Number of further forwards that fit within the limit.
+    /// Returns the number of further forwards that fit within the limit.
     pub fn room(&self, rank: u32) -> u64 {
         let free = self.limit() - self.ranks[rank as usize].live;
         free.checked_div(self.setting.saved.total()).unwrap_or(u64::MAX)
     }
 
-    /// Ticks of the weight gradients that must run before another forward fits.
+    /// Returns the ticks of the weight gradients that must run before another forward fits.
     pub fn room_ticks(&self, rank: u32) -> u64 {
         let Rank { live, pending, .. } = &self.ranks[rank as usize];
         let over = (live + self.setting.saved.total()).saturating_sub(self.limit());
@@ -191,27 +191,27 @@ impl<'a> PartialOrders<'a> {
         pending.iter().zip(needed).map(|(&weight, _)| self.setting.costs.action(weight)).sum()
     }
 
-    /// The tick at which the rank has finished all actions added so far.
+    /// Returns the tick at which the rank has finished all actions added so far.
     pub fn free(&self, rank: u32) -> u64 {
         self.ranks[rank as usize].free
     }
 
-    /// Ticks that each rank waited since its first action.
+    /// Returns the ticks that each rank waited since its first action.
     pub fn waits(&self) -> Vec<u64> {
         self.ranks.iter().map(|rank| rank.waited).collect()
     }
 
-    /// The longest wait of a rank since its first action.
+    /// Returns the longest wait of a rank since its first action.
     pub fn longest_wait(&self) -> u64 {
         self.ranks.iter().map(|rank| rank.waited).max().unwrap_or_default()
     }
 
-    /// The longest time from a rank's first action to the end of its last.
+    /// Returns the longest time from a rank's first action to the end of its last.
     pub fn longest_span(&self) -> u64 {
         self.ranks.iter().map(|rank| rank.free - rank.begun).max().unwrap_or_default()
     }
 
-    /// Every rank's order.
+    /// Returns every rank's order.
     pub fn rows(self) -> Vec<Vec<Action>> {
         self.ranks.into_iter().map(|rank| rank.row).collect()
     }

@@ -55,7 +55,7 @@ impl RankOrder {
         }
     }
 
-    /// Number of forwards of `stage` so far.
+    /// Returns the number of forwards of `stage` so far.
     pub fn forwards_of(&self, stage: u32) -> u32 {
         self.forwards.get(&StageId(stage)).copied().unwrap_or_default()
     }

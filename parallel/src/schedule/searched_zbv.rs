@@ -52,7 +52,7 @@ impl Schedule for SearchedZbv {
     }
 }
 
-/// The median over all stages, for each kind of costs.
+/// Returns the median over all stages, for each kind of costs.
 fn middle(costs: &[Costs]) -> Costs {
     let averaged = |ticks: fn(&Costs) -> u64| {
         let mut all: Vec<u64> = costs.iter().map(ticks).collect();

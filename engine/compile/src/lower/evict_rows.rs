@@ -173,7 +173,7 @@ impl Lowerer<'_> {
         self.evicted(micro_batch).is_some_and(|all| all.values().any(|rows| rows.temporaries.contains(&root)))
     }
 
-    /// Returns the buffer of a root whose rows may have been evicted. `None` for any other root.
+    /// Returns the buffer of a root whose rows may have been evicted. Returns `None` for any other root.
     pub(super) fn still_live(&self, root: ValueId, micro_batch: u32) -> Option<BufferId> {
         let offsets = self.evicted.read.get(&root)?;
         let is_evictable = self.rows_of(*offsets, micro_batch)?.roots.contains(&root);

@@ -24,7 +24,7 @@ pub(super) enum Occurrence {
 }
 
 impl Occurrence {
-    /// Returns the index of the row count that decides whether the instruction runs. `None` if it always runs.
+    /// Returns the index of the row count that decides whether the instruction runs. Returns `None` if it always runs.
     pub(super) fn predicate(self) -> Option<u32> {
         match self {
             Self::Original | Self::Recomputed => None,

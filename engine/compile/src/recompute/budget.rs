@@ -231,7 +231,7 @@ impl Budget<'_> {
     }
 
     /// Returns the fastest choices if the other micro-batches may hold `others` bytes, and the current one the rest of
-    /// the limit. `None` if there are no such choices, or none that take less time than `below`.
+    /// the limit. Returns `None` if there are no such choices, or none that take less time than `below`.
     fn solve_with_reserve(&self, limit: u64, others: u64, below: Option<u64>) -> Option<Vec<usize>> {
         let mut layers: Vec<Vec<State>> = vec![vec![State::default()]];
         for (index, block) in self.blocks.iter().enumerate() {
@@ -385,7 +385,8 @@ pub fn in_flight(row: &[Action]) -> HashMap<Place, InFlight> {
     most
 }
 
-/// Returns the micro-batch whose backward comes first among a rank's actions. `None` if there is only one micro-batch.
+/// Returns the micro-batch whose backward comes first among a rank's actions. Returns `None` if there is only one
+/// micro-batch.
 pub fn first_backward(row: &[Action]) -> Option<u32> {
     let mut backward = row.iter().filter(|action| action.kind != Kind::Forward).map(|action| action.micro_batch.0);
     let first = backward.next()?;

@@ -66,7 +66,7 @@ impl Variant {
         self.rematerialized.get(root.index()).copied().unwrap_or(false)
     }
 
-    /// Recomputed nodes, in order.
+    /// Returns the recomputed nodes, in order.
     pub fn nodes(&self) -> &[NodeId] {
         &self.nodes
     }
@@ -87,7 +87,7 @@ impl Variant {
         outputs.copied().filter(|&root| self.is_rematerialized(root))
     }
 
-    /// Returns how a root is stored until the backward. `None` if it is neither compressed nor offloaded.
+    /// Returns how a root is stored until the backward. Returns `None` if it is neither compressed nor offloaded.
     pub fn stash(&self, root: ValueId) -> Option<ActivationStorage> {
         self.stash.get(&root).copied()
     }
@@ -130,7 +130,7 @@ impl RematPlan {
         self.variants.iter().all(|variant| variant.nodes.is_empty())
     }
 
-    /// The distinct variants.
+    /// Returns the distinct variants.
     pub fn variants(&self) -> &[Variant] {
         &self.variants
     }

@@ -207,8 +207,8 @@ pub(super) fn config(why: String) -> Error {
     Error::config("memory.recompute", why, "choose another policy, or names from the memory map")
 }
 
-/// Returns the layer to which a node belongs: the shortest prefix of the name that ends in a number. `None` if there is
-/// no such prefix.
+/// Returns the layer to which a node belongs: the shortest prefix of the name that ends in a number. Returns `None` if
+/// there is no such prefix.
 pub fn block_of(layer: &str) -> Option<&str> {
     let mut end = 0;
     for part in layer.split('.') {

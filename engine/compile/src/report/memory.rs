@@ -76,7 +76,7 @@ impl fmt::Display for Report {
     }
 }
 
-/// The memory map of an executable.
+/// Returns the memory map of an executable.
 pub fn memory_map(executable: &Executable) -> MemoryMap<'_> {
     MemoryMap::new("gapless", &executable.problem, &executable.solution.offsets, &executable.labels)
         .and_then(|map| map.with_marks(&executable.parts))

@@ -55,7 +55,7 @@ impl StepGraph {
         self.step.graph()
     }
 
-    /// Number of trained parameters over all ranks.
+    /// Returns the number of trained parameters over all ranks.
     pub fn parameters(&self) -> u64 {
         self.step.parameters
     }

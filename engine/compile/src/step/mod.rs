@@ -227,9 +227,9 @@ fn shortened(options: &StepOptions, ranks: &RankPlan) -> RankPlan {
     short.flatten().unwrap_or_else(|| ranks.clone())
 }
 
-/// Returns the stages of a rank that may recompute twice: those with a split backward. `None` if there are no such
-/// stages, or if no policy names the values to drop. Also `None` with [`Overflow::Recompute`], because the recomputation
-/// of evicted rows reads values that must be kept.
+/// Returns the stages of a rank that may recompute twice: those with a split backward. Returns `None` if there are no
+/// such stages, or if no policy names the values to drop. Also returns `None` with [`Overflow::Recompute`], because the
+/// recomputation of evicted rows reads values that must be kept.
 fn can_be_twice(options: &StepOptions, ranks: &RankPlan, once: &RematPlan) -> Option<BTreeSet<StageId>> {
     let row = &ranks.table[ranks.at.pipeline];
     let split = row.iter().filter(|action| action.kind == Kind::BackwardInput);

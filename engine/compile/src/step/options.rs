@@ -94,7 +94,7 @@ pub enum Precision {
 }
 
 impl Precision {
-    /// The type of parameters, activations and gradients.
+    /// Returns the type of parameters, activations and gradients.
     pub fn dtype(self) -> DType {
         match self {
             Self::F32 => DType::F32,
@@ -102,7 +102,7 @@ impl Precision {
         }
     }
 
-    /// Whether parameters that are stored in 16 bits have f32 master copies.
+    /// True if parameters that are stored in 16 bits have f32 master copies.
     pub fn has_masters(self) -> bool {
         self != Self::PureBf16
     }
@@ -320,7 +320,7 @@ impl StepOptions {
     /// Maximum number of micro-batches, of ranks along one axis, and of stages per rank.
     const MAX_EXTENT: usize = 1 << 16;
 
-    /// Number of parts into which the batch is split: the micro-batches of all ranks that share it.
+    /// Returns the number of parts into which the batch is split: the micro-batches of all ranks that share it.
     pub fn parts(&self) -> usize {
         self.micro_batches.saturating_mul(self.mesh.data).saturating_mul(self.mesh.expert)
     }
@@ -334,18 +334,18 @@ impl StepOptions {
         }
     }
 
-    /// Number of sequences per evaluation; the same as in a micro-batch.
+    /// Returns the number of sequences per evaluation; the same as in a micro-batch.
     pub fn evaluation_batch(&self) -> usize {
         self.batch / self.parts().max(1)
     }
 
-    /// Number of pipeline stages.
+    /// Returns the number of pipeline stages.
     pub fn stages(&self) -> usize {
         self.mesh.pipeline.saturating_mul(self.pipeline.chunks)
     }
 
-    /// Returns the caches for generation. `None` if no caches are set, or if the mesh has several pipeline or expert
-    /// ranks. Also `None` on a GPU, because GPUs have no kernels for caches.
+    /// Returns the caches for generation. Returns `None` if no caches are set, or if the mesh has several pipeline or
+    /// expert ranks. Also returns `None` on a GPU, because GPUs have no kernels for caches.
     pub fn caches(&self, target: Target) -> Option<&Generation> {
         let is_supported = self.mesh.pipeline == 1 && self.mesh.expert == 1 && matches!(target, Target::Cpu { .. });
         self.generation.as_ref().filter(|_| is_supported)
@@ -356,12 +356,12 @@ impl StepOptions {
         StorageOptions { compress: &self.memory.compress, offload: &self.memory.offload }
     }
 
-    /// The planner options for this step.
+    /// Returns the planner options for this step.
     pub fn planning(&self) -> CompileOptions {
         self.planning_within(self.memory.budget)
     }
 
-    /// The planner options for an arena of at most this many bytes.
+    /// Returns the planner options for an arena of at most this many bytes.
     pub fn planning_within(&self, capacity: Option<u64>) -> CompileOptions {
         CompileOptions::within(capacity, self.memory.planning, self.memory.routing)
     }

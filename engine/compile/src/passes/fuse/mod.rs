@@ -394,8 +394,8 @@ impl<'a> Fusion<'a> {
         Some(Instr { workspace: pieces, accumulate, rematerialized: last.rematerialized, ..instr })
     }
 
-    /// Marks the inputs that outputs overwrite in place, and returns the pairs (input, output). `None` if one kernel
-    /// cannot overwrite them correctly.
+    /// Marks the inputs that outputs overwrite in place, and returns the pairs (input, output). Returns `None` if one
+    /// kernel cannot overwrite them correctly.
     fn overwrites(&self, order: &[usize], inputs: &mut [Operand], outputs: &[Operand]) -> Option<Vec<(usize, usize)>> {
         let mut overwrites = Vec::new();
         for (index, output) in outputs.iter().enumerate() {

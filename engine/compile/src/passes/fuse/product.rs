@@ -22,7 +22,7 @@ pub enum EpilogueKind {
 }
 
 impl EpilogueKind {
-    /// Classifies an operation that reads a product. `None` if the operation cannot be fused with the product.
+    /// Classifies an operation that reads a product. Returns `None` if the operation cannot be fused with the product.
     pub fn from_fusible(fusible: &Fusible) -> Option<Self> {
         let Fusible::Each { outputs, .. } = fusible else { return None };
         match &outputs[..] {
