@@ -49,7 +49,7 @@ pub enum LastReader {
 }
 
 impl Timeline {
-    /// Returns the bytes alive on a rank, at each tick where their number changes. `bytes` is indexed by stage; a
+    /// Returns the bytes alive on a rank, at each tick where this number changes. `bytes` is indexed by stage; a
     /// missing stage counts as zero bytes.
     ///
     /// A receive buffer lives from its receive on. A send buffer lives until its wait, or until its send if the table

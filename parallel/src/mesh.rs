@@ -52,7 +52,7 @@ impl Mesh {
         ranks.filter(|&ranks| ranks > 0).ok_or(Error::Mesh { data, pipeline, expert })
     }
 
-    /// Returns the coordinate of a rank. Along consecutive ranks, the share of the experts changes first, then the
+    /// Returns the coordinate of a rank. From one rank to the next, the share of the experts changes first, then the
     /// pipeline stage, then the copy of the model. So the ranks that communicate most are nearest to each other.
     ///
     /// # Panics

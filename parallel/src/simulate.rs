@@ -78,7 +78,7 @@ impl Timeline {
         self.ranks.iter().flatten().map(|span| span.end).max().unwrap_or_default()
     }
 
-    /// Ticks, out of the makespan, in which a rank runs no action and no update.
+    /// Returns the ticks of the makespan in which a rank runs no action and no update.
     pub fn bubble(&self, rank: usize) -> u64 {
         let busy = |span: &Span| match span.cell {
             // Waiting is not work.
@@ -88,15 +88,15 @@ impl Timeline {
         self.makespan() - self.ranks[rank].iter().map(busy).sum::<u64>()
     }
 
-    /// Returns the share of bubbles in the time of all ranks up to the makespan; 0 if nothing takes time.
+    /// Returns the bubbles of all ranks as a share of ranks × makespan. Returns 0 if nothing takes time.
     pub fn bubble_share(&self) -> f64 {
         let bubbles: u64 = (0..self.ranks.len()).map(|rank| self.bubble(rank)).sum();
         let whole = self.makespan() as f64 * self.ranks.len() as f64;
         if whole > 0.0 { bubbles as f64 / whole } else { 0.0 }
     }
 
-    /// Returns the number of activations alive on a rank, at each tick where it changes. The unit is one chunk of one
-    /// micro-batch. An activation is born where its F starts and dies where its W or whole B ends.
+    /// Returns the number of activations alive on a rank, at each tick where this number changes. The unit is one chunk
+    /// of one micro-batch. An activation is born where its F starts, and dies where its W or whole B ends.
     pub fn live(&self, rank: usize) -> Vec<(u64, i64)> {
         let mut changes: BTreeMap<u64, i64> = BTreeMap::new();
         for (span, action) in self.ranks[rank].iter().flat_map(|span| span.cell.actions().map(move |a| (span, a))) {

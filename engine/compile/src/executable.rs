@@ -101,7 +101,7 @@ impl Executable {
         &self.labels
     }
 
-    /// Ranges of ticks with a name, e.g. `train 0F3`, in order.
+    /// Returns the parts of all programs as ranges of ticks, in order. Each has a name, e.g. `train 0F3`.
     pub fn parts(&self) -> &[Mark] {
         &self.parts
     }
@@ -163,7 +163,8 @@ impl Executable {
         self.programs[id.0].inputs.iter().any(|input| input.name == name)
     }
 
-    /// Names, shapes and types of the tensors of one role that outlive the step, in the order of their declaration.
+    /// Returns the names, shapes and types of those tensors of one role that outlive the step, in the order of their
+    /// declaration.
     pub fn specs(&self, role: Role) -> impl Iterator<Item = (&str, &Spec)> {
         let of_role = self.persistent.iter().filter(move |p| p.label.role == role);
         of_role.map(|p| (p.label.tensor.as_str(), &p.spec))

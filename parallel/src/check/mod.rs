@@ -48,7 +48,7 @@ pub enum Violation {
     Deadlock { rank: usize, at: Cell, sends: Sends },
 }
 
-/// Returns all violations of a table for `stages` stages and `micro_batches` micro-batches. The list is empty if the
+/// Returns all violations of a table for `stages` stages and `micro_batches` micro-batches. If the list is empty, the
 /// table can be used for training.
 ///
 /// A table without sends and receives is assumed to send right after an action and to receive right before one. A table

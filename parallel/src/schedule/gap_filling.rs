@@ -1,9 +1,9 @@
-//! Orders that are grown on all ranks, with weight gradients in the gaps. This is the common part of the searches of Qi
-//! et al. (arXiv 2401.10241, sections 3 and 6).
+//! Orders that are grown on all ranks, with weight gradients in the gaps. This is the common part of the two searches
+//! of Qi et al. (arXiv 2401.10241, sections 3 and 6).
 //!
-//! In: for each step, the stage that runs its next forward or input gradient. Out: every rank's order, and how long
-//! each rank waited. The caller doesn't place weight gradients. They go where a rank would wait, where they have to
-//! free memory, or to the end.
+//! In: for each step of the growth, the stage that runs its next forward or input gradient. Out: every rank's order,
+//! and how long each rank waited. The caller doesn't place weight gradients. They go where a rank would wait, where
+//! they have to free memory, or to the end.
 
 use std::collections::VecDeque;
 
@@ -12,9 +12,9 @@ use crate::{Action, Costs, Durations, Kind};
 
 /// The memory that a forward keeps on its rank until the gradients are computed, in any unit.
 ///
-/// The limit of the searches counts forwards. Each input gradient frees its part of a forward's memory, and each weight
-/// gradient frees the rest. With [`Saved::WEIGHT`], everything is kept until the weight gradient, like 1F1B keeps
-/// everything until the whole backward.
+/// The limit of the searches is a number of forwards. Each input gradient frees its part of a forward's memory, and
+/// each weight gradient frees the rest. With [`Saved::WEIGHT`], everything is kept until the weight gradient, as 1F1B
+/// keeps everything until the whole backward.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Saved {
     /// The part that the input gradient frees.
@@ -58,7 +58,7 @@ pub(super) struct PartialOrders<'a> {
     ranks: Vec<Rank>,
     /// Ends of the forwards and of the input gradients of each stage, indexed by micro-batch.
     ends: [Vec<Vec<u64>>; 2],
-    /// Ticks that each rank may wait in all without loss, because another rank waits that long anyway.
+    /// By rank: the ticks that the rank may wait in all without loss, because another rank waits that long anyway.
     lent: Vec<u64>,
 }
 

@@ -149,7 +149,7 @@ pub fn all() -> Vec<Box<dyn Schedule + Send + Sync>> {
     ]
 }
 
-/// Returns the schedules that search an order for given costs. Here their costs are equal.
+/// Returns the schedules that search an order for given costs, here with equal costs.
 fn cost_based() -> [Box<dyn Schedule + Send + Sync>; 3] {
     [Box::new(Automatic::default()), Box::new(SearchedZb::default()), Box::new(SearchedZbv::default())]
 }

@@ -1,4 +1,4 @@
-//! The order of one rank while a generator writes it. Micro-batches are counted per stage, so that a rule only adds "a
+//! The order of one rank while a generator writes it. Micro-batches are counted per stage, so a rule only adds "a
 //! forward of this stage" and never names the micro-batch.
 
 use std::collections::{BTreeMap, VecDeque};

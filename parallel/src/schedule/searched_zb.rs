@@ -82,7 +82,8 @@ impl<'a> Search<'a> {
         Some(search.growth)
     }
 
-    /// Adds each rank's forwards up to its first input gradient, and that input gradient.
+    /// Adds each rank's forwards up to the rank's first input gradient, and that input gradient. Returns `None` if one
+    /// of these actions cannot be added.
     fn warm_up(&mut self) -> Option<()> {
         let ranks = self.setting.shape.ranks;
         for rank in 0..ranks {
@@ -115,8 +116,8 @@ impl<'a> Search<'a> {
             }
             arrival = free.max(arrival) + costs.action(input) + costs.transfer(input);
         }
-        // Each rank runs fewer forwards than the rank before it. Otherwise it would have to wait for that rank's
-        // forwards. The exception is a rank that runs all forwards there are.
+        // Each rank runs fewer forwards than the rank before it. Otherwise the rank would have to wait for a forward of
+        // the rank before. A rank that runs all forwards is the exception.
         for rank in 1..further.len() {
             let before = further[rank - 1];
             let are_all = before.min(further[rank]) + 1 == shape.micro_batches;
@@ -125,7 +126,8 @@ impl<'a> Search<'a> {
         further
     }
 
-    /// Adds one input gradient of every rank, each after at most one forward.
+    /// Adds one input gradient of every rank, each after at most one forward. Returns `None` if one of these actions
+    /// cannot be added.
     fn round(&mut self) -> Option<()> {
         let Shape { ranks, micro_batches, .. } = *self.setting.shape;
         let overrun = Overrun { affordable: self.choices.eager, costly: true };

@@ -94,8 +94,9 @@ struct Search<'a> {
 }
 
 impl<'a> Search<'a> {
-    /// Repeats the search until an attempt is no better than the one before. Each attempt uses the waiting times that
-    /// the one before has measured.
+    /// Repeats the search until an attempt is no better than the attempt before, and returns the best orders. Each
+    /// attempt uses the waiting times that the attempt before has measured. Returns `None` if the first attempt finds
+    /// no orders within the limit.
     fn improve(setting: Setting<'a>, choices: Choices) -> Option<PartialOrders<'a>> {
         let mut best = Self::run(setting, choices, Vec::new())?;
         loop {
@@ -117,9 +118,9 @@ impl<'a> Search<'a> {
         Some(search.growth)
     }
 
-    /// Adds forwards only. The first micro-batch goes down and up the ranks; while it is on other ranks, a rank runs
+    /// Adds forwards only. The first micro-batch goes down and up the ranks. While it is on other ranks, a rank runs
     /// forwards of later micro-batches. Then forwards follow until every rank has begun as many chunks as the first
-    /// rank.
+    /// rank. Returns `None` if these forwards exceed the limit.
     fn warm_up(&mut self) -> Option<()> {
         let Shape { ranks, micro_batches, .. } = *self.setting.shape;
         for rank in 0..ranks {
@@ -161,7 +162,8 @@ impl<'a> Search<'a> {
             || here[1] <= before[1] && before[1] < self.setting.shape.micro_batches
     }
 
-    /// Adds one input gradient of every rank, then at most one forward.
+    /// Adds one input gradient of every rank, then at most one forward of every rank. Returns `None` if one of these
+    /// actions cannot be added.
     fn round(&mut self) -> Option<()> {
         let ranks = self.setting.shape.ranks;
         let (ups, downs): (Vec<u32>, Vec<u32>) = (0..ranks).partition(|&rank| self.next_input_goes_up(rank));
@@ -194,7 +196,8 @@ impl<'a> Search<'a> {
         down >= up || !has_arrived && up < self.setting.shape.micro_batches
     }
 
-    /// Returns the stage of the next forward. A forward on the way up comes first as soon as its input has arrived.
+    /// Returns the stage of a rank's next forward, or `None` if no forward is due. A forward on the way up comes first
+    /// as soon as its input has arrived.
     fn next_forward(&self, rank: u32) -> Option<u32> {
         let (down, up) = (self.down(rank), self.up(rank));
         let done = |stage| self.growth.done(Kind::Forward, stage);

@@ -118,7 +118,7 @@ impl Slots {
         }
     }
 
-    /// Returns the first slot after every pass that this one depends on, and after the same pass of the micro-batch
+    /// Returns the first slot after every pass on which this pass depends, and after the same pass of the micro-batch
     /// before.
     fn earliest(&self, rank: usize, pass: Pass, index: usize) -> usize {
         let end = |rank: usize, pass: Pass, index| self.ranks[rank].starts[pass as usize][index] + pass.length();

@@ -54,7 +54,7 @@ impl Pass {
         matches!(self, Self::ForwardDown | Self::ForwardUp)
     }
 
-    /// Returns the neighbour from which this pass receives, if there is one.
+    /// Returns the neighbour from which this pass receives, or `None` if it receives from no other rank.
     fn upstream(self, rank: usize, ranks: usize) -> Option<usize> {
         match self {
             Self::ForwardDown | Self::InputUp => rank.checked_sub(1),
@@ -63,7 +63,8 @@ impl Pass {
         }
     }
 
-    /// Returns the pass of the same micro-batch on the same rank that must come before this one, if any.
+    /// Returns the pass of the same micro-batch on the same rank that must come before this pass, or `None` if there is
+    /// none.
     fn before(self) -> Option<Self> {
         match self {
             Self::ForwardDown | Self::Weight => None,

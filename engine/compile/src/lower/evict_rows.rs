@@ -81,7 +81,7 @@ impl Evicted {
 }
 
 impl EvictableRows {
-    /// Finds the nodes that recompute `roots`, going back to values that are available even when the rows were evicted.
+    /// Finds the nodes that recompute `roots` from values that are available even if the rows were evicted.
     fn find_recomputation(&mut self, graph: &Graph, saved: &SavedActivations<'_>, variant: &Variant) {
         let mut missing: Vec<ValueId> = self.roots.iter().copied().collect();
         while let Some(root) = missing.pop() {
@@ -110,7 +110,8 @@ fn is_repeatable(graph: &Graph, saved: &SavedActivations<'_>, root: ValueId) -> 
 }
 
 impl Lowerer<'_> {
-    /// Returns the rows that a micro-batch may evict, by the value that counts them.
+    /// Returns the rows that a micro-batch may evict, by the value that counts the rows. Returns `None` if the step
+    /// evicts no rows.
     fn evicted(&self, micro_batch: u32) -> Option<&BTreeMap<ValueId, EvictableRows>> {
         self.evicted.by_variant.get(self.lowering.recomputation.table_index(micro_batch))
     }
@@ -119,8 +120,8 @@ impl Lowerer<'_> {
         self.evicted(micro_batch)?.get(&offsets)
     }
 
-    /// If `node`, whose instruction was just emitted, counts rows that may be evicted: emits the vote on whether to
-    /// keep them.
+    /// If `node`, whose instruction was just emitted, counts rows that may be evicted, emits the vote on whether to
+    /// keep these rows.
     pub(super) fn emit_vote(&mut self, node: &Node, micro_batch: u32) {
         let Some(count) = self.program.instrs.last().and_then(|instr| instr.defines_count) else { return };
         let offsets = node.outputs[0];

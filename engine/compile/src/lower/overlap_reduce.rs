@@ -43,7 +43,7 @@ impl Lowerer<'_> {
                 early.push(EarlyNode { node: id, incomplete_inputs: roots });
             }
         }
-        // Only nodes that lead to a collective are kept. Others would gain nothing from running early.
+        // Only nodes that lead to a collective are kept. Other nodes would gain nothing from running early.
         let mut wanted = HashSet::new();
         for EarlyNode { node, incomplete_inputs } in early.iter().rev() {
             let node = graph.node(*node);

@@ -37,7 +37,8 @@ impl Occurrence {
 /// inputs.
 ///
 /// Each node is listed under the node after which it runs. If its inputs are recomputed, this is the node that
-/// recomputes the last input. If its inputs are kept, this is the first node of I that reads one of these inputs.
+/// recomputes the last of these inputs. If its inputs are kept, this is the first node of I that reads one of these
+/// inputs.
 pub(super) type SmallerForWeights = HashMap<NodeId, Vec<NodeId>>;
 
 /// Returns the [`SmallerForWeights`] of each variant.
@@ -85,7 +86,8 @@ pub(super) fn smaller_for_weights(
 }
 
 impl Lowerer<'_> {
-    /// Ends the lifetimes of the stage's recomputed values: after the forward and, if the backward is split, after I.
+    /// After a forward, ends the lifetimes of the stage's recomputed values. After an I of a split backward, ends the
+    /// lifetimes of the values that are recomputed for W.
     pub(super) fn drop_rematerialized(&mut self, action: &Action) {
         let (graph, micro_batch) = (self.lowering.graph, action.micro_batch.0);
         let Some(variant) = self.variant(micro_batch) else { return };

@@ -132,7 +132,7 @@ impl Budget<'_> {
                 high = high.min(limit);
             }
             // The next limit is the one at which the model predicts an exact fit. If that limit is outside of the known
-            // range, or if these choices were planned before, the range is bisected instead.
+            // range, or if these choices were planned before, the next limit is the middle of the range.
             let next = limit + slack;
             limit = if before.is_none() && next > low && next < high { next } else { (low + high) / 2 };
             if high - low <= i128::from(self.bytes / 4096) {
@@ -230,8 +230,8 @@ impl Budget<'_> {
         best.map(|best| best.0)
     }
 
-    /// Returns the fastest choices if the other micro-batches may hold `others` bytes, and the current one the rest of
-    /// the limit. Returns `None` if there are no such choices, or none that take less time than `below`.
+    /// Returns the fastest choices if the other micro-batches may hold `others` bytes, and the current micro-batch may
+    /// hold `limit` bytes. Returns `None` if there are no such choices, or none that take less time than `below`.
     fn solve_with_reserve(&self, limit: u64, others: u64, below: Option<u64>) -> Option<Vec<usize>> {
         let mut layers: Vec<Vec<State>> = vec![vec![State::default()]];
         for (index, block) in self.blocks.iter().enumerate() {
@@ -295,15 +295,16 @@ struct State {
 }
 
 impl State {
-    /// Returns the sum of the bytes of the current micro-batch and of the others, by which states are compared. For
-    /// stages with the same number of micro-batches, both reach their maxima together, and the sum is exact. For other
-    /// stages, a good state may be missed.
+    /// Returns the bytes by which states are compared: those of the current micro-batch plus those of the others. For
+    /// stages with the same number of micro-batches in flight, both reach their maxima together, and the sum is exact.
+    /// For other stages, a good state may be missed.
     fn bytes(&self) -> u64 {
         self.kept + self.others[0].max(self.others[1])
     }
 }
 
-/// The states after a layer. If there are too many, only the fastest state of each size class is kept.
+/// The states after a layer. If there are too many states, only the fastest state of each size class and the smallest
+/// state are kept.
 struct States {
     all: Vec<State>,
     /// The fastest state of each size class; empty if all states are kept.

@@ -116,8 +116,8 @@ impl Layer {
                 undominated(choices)
             }
         };
-        // The choice that keeps everything is normally in the list. It is missing if something can be dropped without
-        // costing time.
+        // The choice that keeps everything is normally among the undominated choices. It is missing if something can be
+        // dropped without costing time.
         let others = thinned(choices).into_iter().filter(|choice| (choice.dropped, choice.freed_after_input) != (0, 0));
         [costs.choice(0, 0)].into_iter().chain(others).collect()
     }
@@ -239,7 +239,7 @@ impl<'l> Costs<'l> {
         Choice { dropped, freed_after_input, kept, kept_until_weights, peak, nanoseconds }
     }
 
-    /// Appends the recomputation of values that a node reads, and returns the time that it takes.
+    /// Appends the recomputation of values that a node reads. Returns the time of this recomputation.
     fn recompute(&mut self, own: &Local) -> u64 {
         let layer = self.layer;
         self.wanted.extend(&own.reads);
@@ -260,8 +260,8 @@ impl<'l> Costs<'l> {
         nanoseconds
     }
 
-    /// Finds the values that are freed at the end of I. These are the candidates `again` and the values from which they
-    /// are computed, back to values that W also reads or that are always kept.
+    /// Finds the values that are freed at the end of I. These are the candidates `again`, and the values from which
+    /// these candidates are computed. The search ends at values that W also reads or that are always kept.
     fn find_ends(&mut self, again: Candidates) {
         let layer = self.layer;
         self.freed_after_input.clear();
@@ -296,7 +296,7 @@ impl<'l> Costs<'l> {
     }
 
     /// Appends the nodes that run early for W before `own`, a node of I that reads some of their inputs. Returns the
-    /// time that they take.
+    /// time that the appended nodes take.
     fn keep_smaller_for_w(&mut self, own: &Local) -> u64 {
         let layer = self.layer;
         let mut nanoseconds = 0u64;
@@ -328,8 +328,8 @@ impl<'l> Costs<'l> {
         (waits, alive.peak(for_input).max(kept + back))
     }
 
-    /// Returns the choices of all runs of candidates, combined run by run. Each run is examined while all other
-    /// candidates are kept. `freed_after_input` is freed at the end of I.
+    /// Returns choices for all candidates, combined from the choices of one run after the other. Each run's own choices
+    /// are examined while all other candidates are kept. In every choice, `freed_after_input` is freed at the end of I.
     fn joined_runs(&mut self, freed_after_input: Candidates) -> Vec<Choice> {
         let mut joined = vec![self.choice(0, freed_after_input)];
         for first in (0..self.layer.candidates.len()).step_by(RUN) {
@@ -352,8 +352,8 @@ fn undominated(mut choices: Vec<Choice>) -> Vec<Choice> {
     remove_beaten(&choices, 0)
 }
 
-/// Reduces the choices to at most [`CHOICES`], plus those with the lowest peak and the fewest bytes (kept until the
-/// backward, kept until W, and both together).
+/// Reduces the choices to at most [`CHOICES`]. The choices with the lowest peak and with the fewest bytes are kept in
+/// addition. Bytes are compared in three ways: those kept until the backward, those kept until W, and both together.
 fn thinned(choices: Vec<Choice>) -> Vec<Choice> {
     let all = choices.iter().map(|choice| choice.peak).max().unwrap_or(0);
     let (mut thinned, mut part) = (choices.clone(), all / 16_384);
@@ -415,8 +415,8 @@ impl Alive<'_> {
         }
     }
 
-    /// Returns the peak bytes while these nodes run. `self` holds the values that are live after the nodes when the
-    /// function is called, and the values that are live before the nodes when it returns.
+    /// Returns the peak bytes while these nodes run. Before the call, `self` holds the values that are live after the
+    /// nodes. After the call, it holds the values that are live before the nodes.
     fn peak(&mut self, nodes: &[&Local]) -> u64 {
         let mut most = self.now;
         for local in nodes.iter().rev() {

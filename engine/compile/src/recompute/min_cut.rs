@@ -107,7 +107,8 @@ impl Network {
         corner
     }
 
-    /// Returns the corner between two others that is farthest beyond the line through them, or `None` if there is none.
+    /// Returns the corner between two other corners that is farthest beyond the line through these two, or `None` if
+    /// there is no corner between them.
     fn between(&self, from: &Corner, to: &Corner) -> Option<Corner> {
         let bytes = u128::from(to.saved_bytes.checked_sub(from.saved_bytes)?);
         let nanoseconds = u128::from(to.nanoseconds.checked_sub(from.nanoseconds)?);

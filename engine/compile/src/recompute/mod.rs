@@ -5,9 +5,9 @@
 //!   backward reads them, and the nodes that recompute these values.
 //! - Never: an order of actions, or an address.
 //!
-//! Lowering repeats a node right before the first reader of its result, and only if the node leads to a value that is
-//! read (full recomputation: Chen et al., arXiv 1604.06174; selective: Korthikanti et al., arXiv 2205.05198). Dropout
-//! draws the same random numbers again, and kernels are deterministic. So every policy gives the same bits.
+//! Lowering repeats a node right before the first reader of the node's result, and only if the node leads to a value
+//! that is read (full recomputation: Chen et al., arXiv 1604.06174; selective: Korthikanti et al., arXiv 2205.05198).
+//! Dropout draws the same random numbers again, and kernels are deterministic. So every policy gives the same bits.
 //!
 //! Kept values can also be compressed to eight bits, or offloaded to a file (`stash`).
 //!

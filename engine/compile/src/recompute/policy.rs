@@ -25,8 +25,8 @@ pub enum Recompute {
     /// The results of these operations are recomputed (selective recomputation). Operations have the names that
     /// profiles and memory maps use, e.g. `layer_norm`, `gelu`, `swiglu`.
     Ops(Vec<String>),
-    /// Micro-batch m uses policy m mod n of these n policies. If one of n policies is `None`, and n micro-batches are
-    /// in flight, this is Megatron's partial checkpointing.
+    /// Of these n policies, micro-batch m uses policy m mod n. If one of the policies is `None`, and n micro-batches
+    /// are in flight, this is Megatron's partial checkpointing.
     Cycle(Vec<Recompute>),
     /// The values chosen by a policy of your own are recomputed.
     Custom(CustomPolicy),
@@ -34,9 +34,9 @@ pub enum Recompute {
 
 /// Decides which of the values that a backward reads are dropped and recomputed.
 pub trait RecomputePolicy: fmt::Debug + Send + Sync {
-    /// Returns true if a value of this shape and type, computed by the forward node `maker`, is to be recomputed.
-    /// Called for every value that can be recomputed, in the order in which the values are computed. The answers must
-    /// be the same each time.
+    /// Returns true if a value of this shape and type, computed by the forward node `maker`, is to be recomputed. The
+    /// method is called for every value that can be recomputed, in the order in which the values are computed. Its
+    /// answers must be the same each time.
     fn drops(&self, value: &Spec, maker: &Node) -> bool;
 }
 

@@ -110,8 +110,8 @@ impl<'g> SavedActivations<'g> {
 
     /// Returns the variant that drops some of [`Self::roots`], with the nodes that recompute them.
     ///
-    /// Recomputation starts from values that are kept: values that the backward reads, and values that one layer passes
-    /// to another. So only the layers of the dropped values are recomputed.
+    /// Recomputation starts from two kinds of kept values: those that the backward reads, and those that one layer
+    /// passes to another. So only the layers of the dropped values are recomputed.
     pub fn dropping(&self, dropped: impl IntoIterator<Item = ValueId>) -> Variant {
         let mut rematerialized = vec![false; self.graph.values().len()];
         let mut missing: Vec<ValueId> = dropped.into_iter().collect();

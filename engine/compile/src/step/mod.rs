@@ -61,7 +61,8 @@ const MICRO_BATCHES_PER_RANK: usize = 3;
 /// The input that carries the optimizer's scalars of a step.
 pub const SCALARS_INPUT: &str = "step.scalars";
 
-/// The input that holds the loss and the norm above which a guarded step is skipped.
+/// The input that holds the limits of a guarded step. The step is skipped if its loss exceeds the first limit, or its
+/// norm the second.
 pub const LIMITS_INPUT: &str = "step.limits";
 
 /// Inputs of a step over packed documents, in addition to `tokens` and `targets`. All are [batch, sequence]:
@@ -238,8 +239,8 @@ fn can_be_twice(options: &StepOptions, ranks: &RankPlan, once: &RematPlan) -> Op
     (is_named && options.memory.overflow != Overflow::Recompute && !stages.is_empty()).then_some(stages)
 }
 
-/// Resolves the policy or, if there is one, the budget. The budget is for the step and the programs `others` in one
-/// arena. Each plan that the search tries is lowered and placed.
+/// Resolves the policy or, if there is a budget, searches for the recomputation that fits the budget. The budget is for
+/// the step and the programs `others` in one arena. Each plan that the search tries is lowered and placed.
 fn policy(
     step: &TrainStep,
     options: &StepOptions,

@@ -217,7 +217,7 @@ impl Trace {
         Ok((Self { graph, tokens }, model))
     }
 
-    /// Returns the tables whose rows are looked up by ids, whether these are ids of tokens or others.
+    /// Returns the tables whose rows are looked up by ids, whether or not these are ids of tokens.
     pub fn looked_up(&self) -> HashSet<ValueId> {
         let graph = self.lock();
         let lookups = graph.nodes().iter().filter(|node| node.op.name() == "embedding");

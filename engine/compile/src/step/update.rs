@@ -68,7 +68,7 @@ struct Inputs {
     scalars: Vec<Tensor>,
 }
 
-/// The part of a parameter that a rank holds and updates.
+/// The part of a parameter that a rank holds, and the part that the rank updates.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Ownership {
     /// The rank holds and updates the whole parameter, like all other ranks that hold it.
@@ -343,8 +343,8 @@ impl Update<'_> {
         Tensor::apply_op::<1>(Contiguous, &[gradient]).map(|[own]| own)
     }
 
-    /// Returns the norm of all gradients. Each stage computes the squares of its own gradients, and every rank adds up
-    /// the squares of all stages. Parameters whose rule is set by the model are left out.
+    /// Returns the norm of all gradients. Each stage computes the sum of squares of its own gradients, and every rank
+    /// adds up the sums of all stages. Parameters whose rule is set by the model are left out.
     fn norm(&self, targets: &[UpdateTarget<'_>], loss: &Tensor) -> Result<Tensor> {
         let mut groups: BTreeMap<(StageId, Ownership, usize), Vec<&Tensor>> = BTreeMap::new();
         for (index, target) in targets.iter().enumerate().filter(|(_, target)| !target.is_own) {
