@@ -74,7 +74,8 @@ pub enum Cell {
     Update(StageId),
 }
 
-/// Communication of a rank between its actions. Schedules leave it out; tables from files may have it.
+/// Communication of a rank between its actions. The tables of schedules contain no communication; tables from files may
+/// contain some.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Communication {
     /// The kind of communication.

@@ -9,9 +9,9 @@
 //! kept       ·        ·                           ├─────────┴──────────────────┤
 //! ```
 //!
-//! Within a rank, the order of the cells alone determines which buffers are alive together: a buffer is born at the
-//! start of the cell that creates it, and dies at the end of the cell that reads it last. So the peak does not depend
-//! on the costs.
+//! Within a rank, the order of the cells alone determines which buffers are alive together. A buffer is born at the
+//! start of the cell that creates it, and dies at the end of its last reader's cell. So the peak does not depend on the
+//! costs.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -81,7 +81,8 @@ impl Timeline {
     }
 }
 
-/// A live buffer. Messages are keyed by the stage that reads them, all others by the stage that creates them.
+/// A live buffer. A message is keyed by the stage that reads the message. All other buffers are keyed by the stage that
+/// creates them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum BufferKind {
     Input,

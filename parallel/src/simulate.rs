@@ -32,7 +32,7 @@ pub struct Stuck {
     pub cell: Cell,
 }
 
-/// Simulates a table in which every cell starts as soon as its rank is free and its inputs have arrived.
+/// Simulates a table. Every cell starts as soon as its rank is free and the inputs of the cell have arrived.
 ///
 /// Sends are buffered and receives are posted ahead, so communication takes no time on the rank itself. A message takes
 /// its transfer time. The transfer begins at the message's send if the table has sends, otherwise at the end of the

@@ -2,7 +2,7 @@
 //! data-parallel ranks, and updating the weights.
 //!
 //! In and out: tables. Each pass adds its cells and keeps the order of all others. [`crate::communicate`] must run
-//! after these passes, because its rounds count every cell.
+//! after these passes, because its rounds count every cell, including those added here.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::num::NonZeroUsize;

@@ -120,8 +120,8 @@ fn peak(name: &str, &Shape { ranks: p, chunks: v, micro_batches: m }: &Shape, r:
         "zb-h1" => Some(m.min(p)),
         "interleaved-zb" if m.is_multiple_of(p) => Some(v * m.min(p)),
         "zb-h2" => Some(m.min(2 * p - 1)),
-        // A batch smaller than the warm-up runs all of its forwards on the way down, and those on the way up that come
-        // before the drain.
+        // A batch smaller than the warm-up runs all of its forwards on the way down, and only those forwards on the way
+        // up that come before the drain.
         "zbv" => Some((2 * p).min(2 * m).min(m + r + 1)),
         "dualpipev" => Some(2 * p + 1),
         _ => None,

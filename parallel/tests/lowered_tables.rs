@@ -81,8 +81,8 @@ fn stages_of_one_rank_send_nothing() {
     }
 }
 
-/// Adding messages to a table doesn't change when actions run. The only exception are the messages of an overlapped
-/// pair, which are sent when both of its actions are done.
+/// Adding messages to a table doesn't change when actions run. The only exception is an overlapped pair, whose messages
+/// are sent when both of its actions are done.
 #[test]
 fn messages_take_the_time_that_they_took_unwritten() {
     let costs = Costs { forward: 7, backward_input: 8, backward_weight: 5, overlapped: 18, transfer: 3 };

@@ -19,7 +19,8 @@ use crate::program::{BufferId, DynamicRows, Instr, InstrKind, Operand, Program};
 
 impl Executable {
     /// Plans the arena of dynamic rows again, with another reserve. Keeps the new plan if `accept` returns true.
-    /// Returns true if the new plan was kept, and false if it was not or if there are no dynamic rows.
+    /// Returns true if the new plan is kept. Returns false if `accept` refuses the plan, or if there are no dynamic
+    /// rows.
     ///
     /// # Errors
     /// Returns an error if the reserve exceeds the address space, or if its factor is not a valid number. Returns the

@@ -19,8 +19,8 @@ pub struct Lowering<'a> {
     pub table: &'a [Vec<Action>],
     /// The rank to lower for.
     pub rank: usize,
-    /// Values that the host reads after the program. Each is computed by the update. If there is only one micro-batch,
-    /// the micro-batch's own actions may also compute it.
+    /// Values that the host reads after the program. They are computed by the update. In a program with a single
+    /// micro-batch, they may also be computed in this micro-batch.
     pub outputs: &'a [Output],
     /// Roles of persistent values that are not parameters.
     pub roles: &'a HashMap<ValueId, Role>,

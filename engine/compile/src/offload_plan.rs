@@ -1,8 +1,8 @@
 //! Plans the file for offloaded activations in the same way as an arena.
 //!
 //! - In: programs, and their ticks.
-//! - Out: a checked offset for each [`OffloadBuffer`](super::OffloadBuffer). A buffer lives from the instruction that writes
-//!   it to the instruction that reads it back.
+//! - Out: a checked offset for each [`OffloadBuffer`](super::OffloadBuffer). A buffer lives from the instruction that
+//!   writes the buffer to the instruction that reads it back.
 //! - Never: an open file.
 
 use std::ops::Range;

@@ -142,7 +142,8 @@ impl Operand {
 pub struct Message {
     /// The other rank.
     pub peer: usize,
-    /// Identifies the message. The tag is the same on both ranks, and unique among the messages in flight between them.
+    /// Identifies the message. Both ranks use the same tag. It is unique among the messages in flight between these two
+    /// ranks.
     pub tag: Tag,
     /// Index of the request in its program.
     pub request: usize,
@@ -256,8 +257,8 @@ pub struct Program {
     pub offload: Vec<OffloadBuffer>,
 }
 
-/// Consecutive instructions that belong together, e.g. `0F3`. They are an action with its messages, or work that is
-/// done once per step. An action has several parts if a pass has moved other instructions into the middle of it.
+/// Consecutive instructions that belong together, e.g. `0F3`: an action with its messages, or work that is done once
+/// per step. An action has several parts if a pass has moved other instructions into the middle of the action.
 #[derive(Debug, Clone)]
 pub struct Part {
     /// The instructions of the part.

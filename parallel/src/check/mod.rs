@@ -174,8 +174,8 @@ impl Table {
         }
     }
 
-    /// Checks that every send has its receive and every receive its send. If the table has waits, every send must have
-    /// its wait.
+    /// Checks that every send has a matching receive, and every receive a matching send. If the table has waits, every
+    /// send must have a matching wait.
     fn check_pairs(&self, violations: &mut Vec<Violation>) {
         let there: BTreeSet<Cell> = self.rows.iter().flatten().copied().collect();
         let waits = [CommunicationKind::WaitSendForward, CommunicationKind::WaitSendBackward];

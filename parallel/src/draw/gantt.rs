@@ -52,7 +52,7 @@ impl Timeline {
             borders.for_each(|border| line[border] = '…');
             // A box of more than one character ends with a blank, which separates it from the next box.
             let last = if end > start + 1 { end - 1 } else { end };
-            // A label that a fold would cut moves past the fold if there is room for it.
+            // A label that a fold would cut moves past the fold if the rest of the box has room for the label.
             let fits_before = last <= cut || start + label.len() <= cut;
             let (from, to) = match fits_before {
                 true => (start, last),

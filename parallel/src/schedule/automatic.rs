@@ -144,7 +144,7 @@ struct GreedyOrders<'a> {
     limit: u32,
     policy: Policy,
     ranks: Vec<Rank>,
-    /// The next action of each rank with its start; `None` if it is not known yet.
+    /// The next action of each rank, and the tick at which it starts. `None` if the next action is not known yet.
     next: Vec<Option<(u64, Action)>>,
 }
 

@@ -1,9 +1,9 @@
 //! Orders that are grown on all ranks, with weight gradients in the gaps. This is the common part of the two searches
 //! of Qi et al. (arXiv 2401.10241, sections 3 and 6).
 //!
-//! In: for each step of the growth, the stage that runs its next forward or input gradient. Out: every rank's order,
-//! and how long each rank waited. The caller doesn't place weight gradients. They go where a rank would wait, where
-//! they have to free memory, or to the end.
+//! In: for each step of the growth, the stage whose next forward or input gradient is added. Out: every rank's order,
+//! and how long each rank waited. The caller doesn't place weight gradients. They go into gaps in which a rank would
+//! wait, to places where they have to free memory, or to the end.
 
 use std::collections::VecDeque;
 

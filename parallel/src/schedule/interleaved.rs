@@ -71,8 +71,8 @@ pub(super) fn round_size(schedule: &'static str, shape: &Shape) -> Result<u32, E
     }
 }
 
-/// Checks R. With a group smaller than the pipeline, micro-batches would get back to the first rank before its next
-/// chunk has its turn.
+/// Checks R. If a group were smaller than the pipeline, a micro-batch would get back to the first rank before that rank
+/// starts with its next chunk.
 fn checked_group(schedule: &'static str, shape: &Shape, group: u32) -> Result<u32, Error> {
     let &Shape { ranks, micro_batches, .. } = shape;
     if group == 0 {

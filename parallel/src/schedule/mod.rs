@@ -114,7 +114,8 @@ pub trait Schedule {
     /// Returns an error if the schedule does not exist for this shape.
     fn actions(&self, shape: &Shape) -> Result<Vec<Vec<Action>>, Error>;
 
-    /// Returns the same actions as cells. Two actions that are meant to run at the same time are one cell.
+    /// Returns the actions of [`Schedule::actions`] as cells. Two actions that are meant to run at the same time are
+    /// one cell.
     ///
     /// # Errors
     /// Returns an error in the same cases as [`Schedule::actions`].

@@ -19,7 +19,7 @@ pub(super) fn unroll(shape: &Shape, pattern: fn(u32, u32) -> Pattern) -> Vec<Vec
     let mut table = Slots { ranks: ranks.collect() };
 
     // The passes are moved twice. The first time, weight gradients have slots, so that the warm-up closes up. The
-    // second time they don't, so that they don't delay the drain.
+    // second time, weight gradients have no slots, so that they don't delay the drain.
     table.fill_holes();
     table.pull_forward(Weights::Placed);
     table.run_eagerly();
@@ -138,7 +138,8 @@ impl Slots {
         let mut phase = Phase::WarmUp;
 
         for Use { slot, rank, pass, index } in self.uses() {
-            // The steady state begins when rank 0 finishes its first micro-batch, and ends when it starts its last one.
+            // The steady state begins when rank 0 finishes its first micro-batch, and ends when rank 0 starts its last
+            // micro-batch.
             if phase == Phase::WarmUp && pass == Pass::InputDown && rank == 0 {
                 phase = Phase::Steady;
             }

@@ -1,5 +1,5 @@
-//! Eviction of dynamic rows. If the arena has space for the rows, they are kept for the backward. Otherwise they are
-//! evicted; the backward then exchanges them again and recomputes them.
+//! Eviction of dynamic rows. If the arena has space for the rows, the rows are kept for the backward. Otherwise they
+//! are evicted, and exchanged and recomputed once more in the backward.
 //!
 //! The ranks that exchange the rows decide this together while the step runs, as soon as the rows of a layer and
 //! micro-batch are counted. Each rank votes ([`InstrKind::Vote`]), an all-reduce adds the votes, and

@@ -105,8 +105,7 @@ struct Lowerer<'a> {
     row_counts: RowCounts,
     /// Dynamic rows that may be evicted between forward and backward.
     evicted: Evicted,
-    /// Per [`Variant`](crate::recompute::Variant): recomputed nodes that run early, in I, because keeping their outputs
-    /// until W takes fewer bytes than keeping their inputs.
+    /// Per [`Variant`](crate::recompute::Variant): the recomputed nodes that run early, in I instead of W.
     smaller_for_weights: Vec<SmallerForWeights>,
     /// Whether the current action is an I. In that case, the W of the same micro-batch is a later action.
     is_split: bool,
@@ -208,7 +207,7 @@ impl<'a> Lowerer<'a> {
         self.emit_vote(self.lowering.graph.node(id), micro_batch);
     }
 
-    /// Emits a node, followed by the sums over micro-batches of its outputs where these are needed.
+    /// Emits a node, followed by the sums over micro-batches of those outputs for which a sum is needed.
     fn emit(&mut self, id: NodeId, micro_batch: u32, occurrence: Occurrence) {
         let graph = self.lowering.graph;
         let node = graph.node(id);

@@ -33,8 +33,7 @@ impl Occurrence {
     }
 }
 
-/// Recomputed nodes that run early, in I, because keeping their outputs until W takes fewer bytes than keeping their
-/// inputs.
+/// Recomputed nodes that run early, in I instead of W, because the outputs take fewer bytes until W than the inputs.
 ///
 /// Each node is listed under the node after which it runs. If its inputs are recomputed, this is the node that
 /// recomputes the last of these inputs. If its inputs are kept, this is the first node of I that reads one of these

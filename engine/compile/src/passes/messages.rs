@@ -194,8 +194,8 @@ impl Messages<'_> {
         }
     }
 
-    /// Receives a value that the update or the host reads, if another rank computes it and it has not been received
-    /// yet.
+    /// Receives a value that the update or the host reads, if another rank computes the value and it has not been
+    /// received yet.
     fn receive_per_step(&mut self, root: ValueId) {
         let is_elsewhere = self.context.lowering.graph.place_of(root).is_some_and(|place| !self.is_here(place));
         if is_elsewhere {

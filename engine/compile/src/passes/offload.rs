@@ -1,5 +1,5 @@
-//! Compresses or offloads activations after their last reader in the forward, and restores them before their first
-//! reader in the backward.
+//! Compresses or offloads activations after the last reader in the forward, and restores them before the first reader
+//! in the backward.
 //!
 //! - In: a program whose activations are kept unchanged until their backward.
 //! - Out: the same program, in which the activations that [`recompute`](crate::recompute) names are kept in eight bits

@@ -68,9 +68,9 @@ pub struct Budget<'a> {
 impl Budget<'_> {
     /// Returns the fastest plan found that fits the budget.
     ///
-    /// `plan_size` lowers and plans a recomputation, and returns the size of the arena. If there is a capacity and the
-    /// arena exceeds it, `plan_size` may stop early and return a lower bound of the arena's size that exceeds the
-    /// capacity. Without a capacity, it returns the size of the lowest plan.
+    /// `plan_size` lowers and plans a recomputation, and returns the size of the arena. If the capacity is exceeded,
+    /// `plan_size` may stop early and return a lower bound of the arena's size, as long as this bound exceeds the
+    /// capacity. Without a capacity, `plan_size` returns the size of the lowest plan.
     ///
     /// # Errors
     /// Returns [`Error::OverBudget`] with the smallest arena found if no plan fits. Returns the errors of `plan_size`.

@@ -30,8 +30,8 @@ pub(super) const RUN: usize = 12;
 /// Maximum number of candidates between two neighbouring cuts for which all subsets are tried.
 const BETWEEN: usize = 8;
 
-/// Maximum number of choices of a layer. If there are more, a choice is removed if a faster choice exceeds none of its
-/// costs in bytes by more than a small part of the layer's bytes.
+/// Maximum number of choices of a layer. If there are more, similar choices are merged: a choice is removed if a choice
+/// that is at least as fast needs hardly more bytes.
 const CHOICES: usize = 256;
 
 /// A set of candidates, as a bit mask.
@@ -279,7 +279,7 @@ impl<'l> Costs<'l> {
         }
     }
 
-    /// Finds the nodes that run early, in I, because keeping their outputs until W takes fewer bytes than keeping their
+    /// Finds the nodes that run early, in I instead of W: those whose outputs take fewer bytes until W than their
     /// inputs.
     fn find_smaller(&mut self) {
         let Self { layer, read_by_weights, available, freed_after_input, early_for_weights, .. } = self;
@@ -381,7 +381,7 @@ fn thinned(choices: Vec<Choice>) -> Vec<Choice> {
 }
 
 /// Removes each choice that an earlier choice beats. `choices` are sorted by time, so an earlier choice is at least as
-/// fast. It beats a later choice if it exceeds none of the later choice's costs in bytes by more than `bytes`.
+/// fast. An earlier choice beats a later one if it keeps at most `bytes` more, and has a peak at most `bytes` higher.
 fn remove_beaten(choices: &[Choice], bytes: u64) -> Vec<Choice> {
     let mut best: Vec<Choice> = Vec::new();
     for &choice in choices {

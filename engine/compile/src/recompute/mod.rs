@@ -48,13 +48,13 @@ pub struct RematPlan {
 /// The values that one micro-batch drops, and the nodes that recompute them.
 #[derive(Debug, Clone, Default)]
 pub struct Variant {
-    /// By value index: whether the root is recomputed, because it is dropped or because a dropped value is computed
-    /// from it.
+    /// By value index: whether the root is recomputed. This is so if the root is dropped, or if a dropped value is
+    /// computed from the root.
     rematerialized: Vec<bool>,
     /// Recomputed nodes, in order.
     nodes: Vec<NodeId>,
     /// Roots that are freed at the end of the input gradients of a split backward, whether they were kept or recomputed
-    /// until then. They are recomputed before the weight gradients that read them.
+    /// until then. The weight gradients that read such a root recompute it first.
     end_with_input: BTreeSet<ValueId>,
     /// Roots that are compressed or offloaded between forward and backward.
     stash: BTreeMap<ValueId, ActivationStorage>,

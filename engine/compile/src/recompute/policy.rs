@@ -40,7 +40,7 @@ pub trait RecomputePolicy: fmt::Debug + Send + Sync {
     fn drops(&self, value: &Spec, maker: &Node) -> bool;
 }
 
-/// A user's policy. It equals only itself and its clones.
+/// A user's policy. Two such policies are equal only if one is a clone of the other.
 #[derive(Debug, Clone)]
 pub struct CustomPolicy(pub Arc<dyn RecomputePolicy>);
 

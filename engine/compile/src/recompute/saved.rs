@@ -138,8 +138,8 @@ impl<'g> SavedActivations<'g> {
     }
 
     /// Returns the same variant, except that the roots `ends` are freed at the end of the input gradients of a split
-    /// backward. For the weight gradients, these roots are recomputed. The recomputation starts from values that the
-    /// weight gradients also read, or that are kept until the weight gradients anyway.
+    /// backward. For the weight gradients, these roots are recomputed. This second recomputation starts from values
+    /// that the weight gradients also read, or that are kept until the weight gradients anyway.
     pub fn ending_with_input(&self, variant: Variant, ends: impl IntoIterator<Item = ValueId>) -> Variant {
         let mut missing: Vec<ValueId> = ends.into_iter().collect();
         let mut end_with_input: BTreeSet<ValueId> = missing.iter().copied().collect();

@@ -60,8 +60,8 @@ impl StepGraph {
         self.step.parameters
     }
 
-    /// Returns the program of a rank of the pipeline. If several ranks have the same stages, it is the program of the
-    /// first of them.
+    /// Returns the program of a rank of the pipeline. If several ranks have the same stages, returns the program of the
+    /// first of these ranks.
     ///
     /// # Errors
     /// Returns the errors of [`program`](super::program), and an error if the graph was recorded with other options.

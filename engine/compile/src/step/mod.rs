@@ -54,8 +54,8 @@ pub fn boxed_build<'a, M: Model + 'a>(
     move |vb| Ok(Box::new(build(vb)?))
 }
 
-/// Number of micro-batches per pipeline rank after which every schedule is in a steady state, in which it keeps the
-/// same values for each further micro-batch.
+/// Number of micro-batches per pipeline rank after which every schedule is in a steady state. From then on, the
+/// schedule keeps the same values for each further micro-batch.
 const MICRO_BATCHES_PER_RANK: usize = 3;
 
 /// The input that carries the optimizer's scalars of a step.
@@ -123,7 +123,7 @@ pub fn compile_step(
     options.check()?;
     // The graph of the training step: the forward, its stages, its gradients, the update.
     let step = record(build, options, ranks)?;
-    // Two programs of the forward alone, with parameters at the same ranks as in the training step.
+    // Two programs of the forward alone, with parameters on the same ranks as in the training step.
     let evaluate = evaluation(build, options, ranks, &step.stages, target)?;
     let (logits, vocabulary) = logits(build, options, ranks, &step.stages, target)?;
     // The programs that continue sequences. Their caches share memory with the activations of the training step.

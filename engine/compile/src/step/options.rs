@@ -22,8 +22,8 @@ use crate::executable::CompileOptions;
 use crate::lowering::Target;
 use crate::recompute::{Recompute, StorageOptions};
 
-/// A training step: everything that decides its programs and their memory. A run file has its sizes and precision in
-/// `[step]`; the other fields have tables of their own.
+/// A training step: everything that decides its programs and their memory. In a run file, the table `[step]` has the
+/// sizes and the precision, and other tables have the other fields.
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct StepOptions {
@@ -169,8 +169,8 @@ pub struct MemoryOptions {
     /// a file of its own, which is deleted when the process ends.
     pub offload_to: PathBuf,
     /// The reserve on expert ranks for routed rows, whose number depends on the data. The reserve `"worst"` always
-    /// suffices; only those of its pages that a step uses take memory. A number, such as 1.25, is a multiple of the
-    /// rows of balanced routing. Another string, such as `"64MiB"`, is a size.
+    /// suffices, and only the pages that a step uses take memory. A number, such as 1.25, is a multiple of the rows of
+    /// balanced routing. Another string, such as `"64MiB"`, is a size.
     #[serde(with = "text::reserve")]
     #[schemars(schema_with = "text::reserve::schema")]
     pub routing: Reserve,

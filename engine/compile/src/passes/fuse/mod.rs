@@ -6,8 +6,8 @@
 //! - A result that only the group reads stays in registers. The buffer of such a result is removed, unless a member
 //!   overwrites that buffer in place. Other results are also stored.
 //! - A group may end with a normalization of rows.
-//! - A group may begin with the input gradient of a normalization. It then includes the gradients of the
-//!   normalization's weight and bias, because they read the same rows.
+//! - A group may begin with the input gradient of a normalization. The group then includes the gradients of the
+//!   normalization's weight and bias, because these gradients read the same rows.
 //! - A matrix product takes one operation as its epilogue.
 //! - An embedding gradient that is one summand of a sum is accumulated directly into the other summand.
 //! - The peak of live bytes never rises.
@@ -43,7 +43,7 @@ const REACH: usize = 64;
 /// Maximum number of members of a group. Larger kernels run out of registers, which costs more than saved launches
 /// gain.
 const MAX_MEMBERS: usize = 24;
-/// Maximum number of operands of the fused instruction. More would also run out of registers.
+/// Maximum number of operands of the fused instruction. Kernels with more operands would also run out of registers.
 const MAX_OPERANDS: usize = 16;
 
 /// Maximum number of inputs of an expression, and of its constants. Each input and constant is named by a single digit.
@@ -399,8 +399,8 @@ impl<'a> Fusion<'a> {
     fn overwrites(&self, order: &[usize], inputs: &mut [Operand], outputs: &[Operand]) -> Option<Vec<(usize, usize)>> {
         let mut overwrites = Vec::new();
         for (index, output) in outputs.iter().enumerate() {
-            // If a buffer is written twice, or read at other elements than it is written, the order of accesses
-            // matters, and a kernel does not order them.
+            // The order of accesses matters if a buffer is written twice, or if the elements that are read differ from
+            // those that are written. A kernel does not order its accesses.
             let is_twice = outputs[..index].iter().any(|other| other.buffer == output.buffer);
             let mut over = (0..inputs.len()).filter(|&input| inputs[input].buffer == output.buffer);
             let first = over.next();

@@ -10,8 +10,8 @@
 //! peak of the program cannot be lowered any more. (OLLA, Steiner et al., arXiv 2210.12924, and ROAM, Shu et al., arXiv
 //! 2310.19295, give whole graphs to a solver instead.)
 //!
-//! Two instructions keep their order if they touch the same bytes and one of them writes. So neither the results
-//! change, nor the order in which gradients are summed.
+//! Two instructions keep their order if they touch the same bytes and one of them writes these bytes. So neither the
+//! results nor the order in which gradients are summed change.
 
 mod window;
 

@@ -52,7 +52,7 @@ fn any_program(instrs: std::ops::Range<usize>, part: usize) -> impl Strategy<Val
     })
 }
 
-/// True if two instructions must keep their order, because they use the same buffer and one of them writes it.
+/// True if two instructions must keep their order: they use the same buffer, and one of them writes the buffer.
 fn in_conflict(a: &Instr, b: &Instr) -> bool {
     let writes = |a: &Instr, b: &Instr| {
         let uses = || b.inputs.iter().chain(&b.outputs);
