@@ -28,9 +28,9 @@ pub struct StageBytes {
     pub input_gradient: u64,
     /// True if W, too, reads the gradient from the next stage; false if only I reads it.
     pub weight_reads_gradient: bool,
-    /// Bytes that F keeps for the backward and that I reads last, without the input.
+    /// Bytes that F keeps for the backward and that I is the last to read. The input is not included.
     pub saved_until_input: u64,
-    /// Bytes that F keeps for the backward and that W reads last, without the input.
+    /// Bytes that F keeps for the backward and that W is the last to read. The input is not included.
     pub saved_until_weight: u64,
     /// Bytes that I leaves for W. A whole backward consumes such values piece by piece, so it is assumed to leave none.
     pub kept_by_input: u64,

@@ -41,7 +41,7 @@ pub struct Instruction {
     pub defines_count: Option<u32>,
     /// If this is the index of a row count, the instruction runs only if the rows of that count were evicted.
     pub predicate: Option<u32>,
-    /// Arena requests that are made before the instruction, for dynamic buffers that it is the first to use.
+    /// Arena requests that are made before the instruction: those for dynamic buffers that no earlier instruction uses.
     pub requests: Box<[DynamicAlloc]>,
     /// Arena requests that end after the instruction.
     pub releases: Box<[DynamicFree]>,
@@ -192,7 +192,7 @@ impl BoundTensor {
     }
 }
 
-/// Returns the error for an unknown name. It suggests the most similar existing name.
+/// Returns the error for an unknown name. The error suggests the most similar existing name.
 pub(crate) fn unknown<'n>(name: &str, names: impl Iterator<Item = &'n str>) -> Error {
     let common = |other: &&str| other.bytes().zip(name.bytes()).take_while(|(a, b)| a == b).count();
     let nearest = names.max_by_key(common).unwrap_or("none, as there are no tensors").to_owned();

@@ -169,8 +169,8 @@ fn balanced(graph: &Graph, stages: usize) -> Result<Vec<usize>> {
     Ok(starts.split_off(1))
 }
 
-/// Returns for each node the bytes that would cross a stage boundary before it: values computed before the node and
-/// read at it or later.
+/// Returns for each node the bytes that would cross a stage boundary right before that node. These are the values that
+/// are computed before the node, and read by the node or by a later one.
 fn crossing_bytes(graph: &Graph) -> Vec<u64> {
     let mut last_read = vec![0; graph.values().len()];
     for (index, node) in graph.nodes().iter().enumerate() {

@@ -102,7 +102,8 @@ pub enum BufferKind {
         spec: Spec,
     },
     /// The buffer carries its contents from one run of a program to the next. All programs that declare the same name
-    /// share it. Other programs may use the bytes of the buffer before the first and after the last of these programs.
+    /// share the buffer. Programs that come before the first or after the last of these programs may use the bytes of
+    /// the buffer.
     Cache,
     /// An input: the host writes it before the program starts.
     Input,

@@ -3,7 +3,8 @@
 use super::label;
 use crate::Timeline;
 
-/// Most characters of a line that is not folded. Longer timelines are drawn with narrower ticks and cut labels.
+/// Maximum number of characters of a line that is not folded. Longer timelines are drawn with narrower ticks and cut
+/// labels.
 const LONGEST_LINE: u128 = 20_000;
 
 impl Timeline {

@@ -18,7 +18,8 @@ use crate::{Action, Cell, Costs, Durations, Error, Kind, simulate};
 pub struct Automatic {
     /// Costs per stage for which the order is searched. A single entry holds for all stages.
     pub costs: Vec<Costs>,
-    /// Most activations alive on any rank, in chunks of one micro-batch. The default is V · P, the peak of 1F1B.
+    /// The maximum number of activations alive on any rank, in chunks of one micro-batch. The default is V · P, the
+    /// peak of 1F1B.
     pub peak: Option<u32>,
     /// The assignment of stages to ranks.
     pub placement: Placement,
@@ -155,7 +156,7 @@ struct Rank {
     live: u32,
     forwards: u32,
     backwards: u32,
-    /// Actions whose inputs are known, with the tick from which on each can run.
+    /// Actions whose inputs arrive at known ticks, each with the tick from which on the action can run.
     able: BTreeMap<Action, u64>,
 }
 

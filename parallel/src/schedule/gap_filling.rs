@@ -48,7 +48,7 @@ pub(super) struct Setting<'a> {
     pub shape: &'a Shape,
     pub placement: Placement,
     pub saved: Saved,
-    /// The limit: most activations alive on a rank, in forwards.
+    /// The limit: the maximum number of activations alive on a rank, in forwards.
     pub peak: u32,
 }
 

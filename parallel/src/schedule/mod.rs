@@ -130,7 +130,7 @@ pub trait Schedule {
     }
 }
 
-/// Returns every rule-based schedule of this crate, in the order of its documentation.
+/// Returns every rule-based schedule of this crate, in the order in which the documentation lists the schedules.
 pub fn all() -> Vec<Box<dyn Schedule + Send + Sync>> {
     vec![
         Box::new(GPipe),

@@ -15,7 +15,7 @@ use crate::{Action, Costs, Durations, Error, Kind};
 pub struct SearchedZb {
     /// Costs per stage for which the order is searched. A single entry holds for all stages.
     pub costs: Vec<Costs>,
-    /// Most activations alive on any rank, in forwards. The default is P, the peak of 1F1B.
+    /// The maximum number of activations alive on any rank, in forwards. The default is P, the peak of 1F1B.
     pub peak: Option<u32>,
     /// The parts of a forward's activations that each gradient frees.
     pub saved: Saved,

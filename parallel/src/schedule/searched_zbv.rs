@@ -2,8 +2,9 @@
 //! order for given costs and a limit on activations.
 //!
 //! First comes a warm-up that fills the V. Then come rounds of one input gradient and at most one forward per rank.
-//! Weight gradients go where a rank would wait or has to free memory. Whether weight gradients may overrun a gap is
-//! tried both ways, once for gaps before forwards and once for gaps before input gradients on the way up.
+//! Weight gradients go where a rank would wait or has to free memory. For two kinds of gaps, the search tries both with
+//! and without weight gradients that overrun the gap: gaps before forwards, and gaps before input gradients on the way
+//! up.
 //!
 //! Each attempt measures how long every rank has waited. In the next attempt, a rank that waited less than the
 //! longest-waiting rank may wait longer by the difference. This repeats as long as it helps.
@@ -18,7 +19,8 @@ pub struct SearchedZbv {
     /// Costs per stage for which the order is searched. As in the authors' code, the median of each kind of costs is
     /// used for all stages, since the warm-up assumes that all ranks are equally fast.
     pub costs: Vec<Costs>,
-    /// Most activations alive on any rank, in forwards of one chunk. The default is 2P, the peak of 1F1B.
+    /// The maximum number of activations alive on any rank, in forwards of one chunk. The default is 2P, the peak of
+    /// 1F1B.
     pub peak: Option<u32>,
     /// The parts of a forward's activations that each gradient frees.
     pub saved: Saved,

@@ -394,7 +394,7 @@ impl Update<'_> {
         self.own(&view)
     }
 
-    /// Returns the number of ranks among which a parameter is divided.
+    /// Returns the number of ranks among which a parameter is divided, which is 1 for a parameter that is not divided.
     fn ranks(&self, part: Ownership) -> usize {
         match part {
             Ownership::Whole => 1,

@@ -106,8 +106,8 @@ impl Fusion<'_> {
         products.any(|product| self.joins(&BTreeSet::from([sum]), product))
     }
 
-    /// True if fused instructions may overwrite a buffer that they read. A library writes elements in its own order, so
-    /// it may overwrite only the tensor to which the product is added.
+    /// True if fused instructions may overwrite a buffer that they read. The library for matrix products writes
+    /// elements in its own order. So a fused product may overwrite only the tensor to which the product is added.
     pub(super) fn may_overwrite(&self, order: &[usize], buffer: BufferId) -> bool {
         let [first, .., last] = *order else { return true };
         let is_sum = || self.fusible[last].as_ref().and_then(EpilogueKind::from_fusible) == Some(EpilogueKind::Add);

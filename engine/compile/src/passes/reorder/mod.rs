@@ -142,7 +142,8 @@ impl Profile {
         windows
     }
 
-    /// Returns the window at these positions, and the bytes that are live there whatever the order of the window.
+    /// Returns the window at these positions, and the bytes that are live at all of these positions in every order of
+    /// the window.
     fn window(&self, places: Range<usize>) -> (Window, u64) {
         let mut window = Window::default();
         let mut local: HashMap<usize, usize> = HashMap::new();

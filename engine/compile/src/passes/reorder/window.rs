@@ -12,7 +12,7 @@ use std::collections::{BinaryHeap, HashMap};
 /// Maximum number of instructions in a window, which is the number of bits of a [`Done`].
 pub(super) const WINDOW: usize = 64;
 
-/// Maximum number of sets that are examined. If they do not suffice, the window is left unchanged.
+/// Maximum number of sets that are examined. If the search needs more sets, the window is left unchanged.
 const SETS: usize = 4096;
 
 /// The set of instructions that have run.

@@ -20,8 +20,8 @@ use gapless_graph::Result;
 /// Returns random layers. Each forward node reads some of the nodes before it, and the backward reads some of the
 /// forward's results in reverse order.
 fn any_layer(candidates: std::ops::RangeInclusive<usize>) -> impl Strategy<Value = Layer> {
-    // Per node: bytes, nanoseconds, a mask of the nodes that it reads, and a kind. The backward does not read kinds 0
-    // and 1. It reads kind 2, which cannot be recomputed. Any other kind is a candidate.
+    // Per node: bytes, nanoseconds, a mask of the nodes that it reads, and a kind. The backward does not read nodes of
+    // kinds 0 and 1. It reads nodes of kind 2, but these cannot be recomputed. Nodes of any other kind are candidates.
     let node = (1..100u64, 0..100u64, any::<u32>(), 0..8usize);
     let nodes = prop::collection::vec(node, 2 * candidates.end());
     (candidates, nodes).prop_map(|(candidates, nodes)| {
