@@ -73,7 +73,7 @@ fn groups_of_any_size_train() {
     assert!(legal > 100 && illegal > 100, "{legal} legal, {illegal} not");
 }
 
-/// Longer rounds raise the peak to (V−1)R + 2(P−1−r) + 1 chunks (instead of (V−1)P + …) and keep the bubble.
+/// Longer rounds raise the peak from (V−1)P + 2(P−1−r) + 1 chunks to (V−1)R + 2(P−1−r) + 1 chunks, and keep the bubble.
 #[test]
 fn groups_keep_the_bubble_and_raise_the_peak() {
     for (ranks, chunks, group, groups) in [2, 3, 4]

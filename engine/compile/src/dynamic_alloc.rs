@@ -1,8 +1,8 @@
 //! Requests to the online arena, for buffers with dynamic rows, whose size is known only while programs run.
 //!
 //! - In: programs, and the ticks of their buffers.
-//! - Out: the requests in the order of their first tick, and for each request the instructions at which it starts and
-//!   ends.
+//! - Out: the requests in the order of their first tick. For each request, the instructions at which the request starts
+//!   and ends.
 
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;

@@ -159,12 +159,12 @@ pub enum InstrKind {
     Send(Message),
     /// Starts receiving into output 0, which must not be used until the matching wait.
     Receive(Message),
-    /// Waits for a send or receive to complete; input 0 is the tensor sent or received.
+    /// Waits for a send or receive to complete. Input 0 is the tensor that is sent or received.
     Wait(Message),
     /// Starts a collective. The second field is the index of its request. The operands must not be used until the
     /// matching `Finish`.
     Collective(Collective, usize),
-    /// Waits for the collective with this request; its inputs are all operands of the collective.
+    /// Waits for the collective with this request. The inputs are all operands of the collective.
     Finish(usize),
     /// Copies input 0 from the arena to the offload file.
     Offload(OffloadId),
@@ -235,7 +235,8 @@ pub struct IoTensor {
     pub spec: Spec,
 }
 
-/// A list of instructions over buffers. The position of a buffer's uses in this list defines its lifetime.
+/// A list of instructions over buffers. The positions at which a buffer is used in this list define the buffer's
+/// lifetime.
 #[derive(Debug, Clone, Default)]
 pub struct Program {
     /// Name: `train`, `evaluate`, ….

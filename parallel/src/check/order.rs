@@ -103,7 +103,7 @@ fn needs_of_communication(communication: Communication) -> Option<Vec<Cell>> {
     .filter(|needs: &Vec<Cell>| !needs.is_empty())
 }
 
-/// True if some cells of the same stage must not come after this one.
+/// True if this cell must come after certain other cells of its stage ([`must_precede`]).
 fn ends_a_stage(cell: Cell) -> bool {
     match cell {
         Cell::Update(_) => true,

@@ -174,12 +174,14 @@ impl RankSlots {
         Self { starts, taken, live }
     }
 
-    /// Returns the first of two consecutive free slots.
+    /// Returns the first slot from `earliest` on that is free and followed by another free slot. If there is no such
+    /// slot before `start`, returns `start`.
     fn place_backward(&self, earliest: usize, start: usize) -> usize {
         (earliest..start).find(|&slot| !self.taken[slot] && !self.taken[slot + 1]).unwrap_or(start)
     }
 
-    /// Returns the first free slot from which on one more chunk can be alive without exceeding `peak`.
+    /// Returns the first free slot from `earliest` on after which one more chunk can be alive without exceeding `peak`.
+    /// If there is no such slot before `start`, returns `start`.
     fn place_forward(&self, earliest: usize, start: usize, peak: u32) -> usize {
         let full = (earliest..start).rev().find(|&slot| self.live[slot] >= peak);
         let from = full.map_or(earliest, |slot| slot + 1);

@@ -143,7 +143,7 @@ impl RematPlan {
         }
     }
 
-    /// Returns the index of a micro-batch's variant in tables whose entry 0 stands for no recomputation.
+    /// Returns the index of a micro-batch's variant in tables whose entry 0 stands for "nothing is recomputed".
     pub fn table_index(&self, micro_batch: u32) -> usize {
         self.variant_of(micro_batch).map_or(0, |variant| variant + 1)
     }

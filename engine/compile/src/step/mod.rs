@@ -92,7 +92,8 @@ pub struct CompiledStep {
     pub layout: CheckpointLayout,
     /// Names of the watched values that the step outputs.
     pub watched: Vec<String>,
-    /// A digest of the model's graph before its gradients are added. It is the same on all ranks of a mesh.
+    /// A digest of the model's graph before its gradients are added. The digest is the same on all ranks of a mesh. It
+    /// is empty if the model is not trained.
     pub model: String,
     /// The program of the training step; `None` if the model is not trained.
     pub program: Option<Program>,

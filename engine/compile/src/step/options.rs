@@ -66,8 +66,8 @@ pub struct StepOptions {
     /// padding. This requires a model with causal attention, and the CPU.
     #[serde(skip)]
     pub documents: bool,
-    /// Whether gradients are kept until the next step, so that they can be read. This takes as much memory as the
-    /// gradients.
+    /// Whether gradients are kept until the next step, so that they can be read. This takes additional memory of the
+    /// size of the gradients.
     #[serde(skip)]
     pub keep_gradients: bool,
     /// The caches with which sequences are continued. The caches share memory with the training step. Without caches,

@@ -80,7 +80,8 @@ impl TrainStep {
     pub fn differentiate(&mut self, options: &StepOptions) -> Result<()> {
         let _span = tracing::info_span!("autodiff").entered();
         let Self { trace, stages, .. } = self;
-        // Summing several micro-batches loses more to rounding, so the optimizer may choose a wider type for the sum.
+        // A sum over several micro-batches loses more to rounding, so the optimizer may choose a wider type for the
+        // sum.
         let several = options.micro_batches > 1;
         let looked_up = trace.looked_up();
         let gradients = differentiate_in(&trace.graph, &self.loss, self.loss_weight, &|parameter| {

@@ -75,11 +75,12 @@ fn fuse(program: &mut Program) {
 /// The contents of a buffer from one write to the next.
 #[derive(Debug, Default)]
 struct Version {
-    /// The instruction and output that write it. `None` for contents that exist before the program starts.
+    /// The instruction and output that write the version. `None` for contents that exist before the program starts.
     written_by: Option<(usize, usize)>,
-    /// Instructions that read it. Includes instructions that write a part of the buffer and preserve the rest.
+    /// Instructions that read the version. Instructions that write a part of the buffer and preserve the rest are
+    /// included.
     readers: Vec<usize>,
-    /// Whether it is read after the program ends, by the host or the next program.
+    /// Whether the version is read after the program ends, by the host or the next program.
     is_read_after: bool,
 }
 
@@ -96,9 +97,9 @@ struct Fusion<'a> {
     written: Vec<Vec<usize>>,
     /// By buffer: the instructions that touch it.
     users: Vec<Vec<usize>>,
-    /// By instruction: how it can be fused. `None` if it cannot.
+    /// By instruction: how the instruction can be fused. `None` if it cannot.
     fusible: Vec<Option<Fusible>>,
-    /// By instruction: the range of instructions that it may be fused with.
+    /// By instruction: the range of instructions with which it may be fused.
     within: Vec<Range<usize>>,
     /// Instructions that were fused into a later one.
     is_taken: Vec<bool>,
@@ -210,8 +211,9 @@ impl<'a> Fusion<'a> {
         }
     }
 
-    /// Returns the instructions that sum up the gradients of a normalization's weight and bias, if the group begins
-    /// with the input gradient of that normalization. They must precede the group's last member and read the same rows.
+    /// If the group begins with the input gradient of a normalization, returns the instructions that sum up the
+    /// gradients of that normalization's weight and bias. Only instructions are returned that precede the group's last
+    /// member and read the same rows.
     fn weight_sums(&self, group: &BTreeSet<usize>) -> impl Iterator<Item = usize> {
         let last = group.last().copied().unwrap_or(0);
         let has_sums = group.iter().any(|&member| self.fusible[member] == Some(Fusible::NormGradWeight));

@@ -124,8 +124,8 @@ impl Profile {
         Self { order: (0..instrs).collect(), touches, workspace, bytes, born, dies, live, segments: segments(program) }
     }
 
-    /// Returns candidate windows around a position: one centred on the position, one mostly after it, and one mostly
-    /// before it.
+    /// Returns candidate windows around a position: one centred on the position, one that is mostly after the position,
+    /// and one that is mostly before.
     fn windows(&self, at: usize) -> Vec<Range<usize>> {
         let segment = self.segments.partition_point(|segment| segment.end <= at);
         let segment = self.segments.get(segment).filter(|segment| segment.contains(&at));

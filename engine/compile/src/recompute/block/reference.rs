@@ -98,8 +98,8 @@ generated! {
         prop_assume!(layer.candidates.len() == 17);
         let choices = layer.choices();
         let widest = choices.iter().map(|choice| choice.peak).max().unwrap();
-        // The tolerance for reducing the choices to 256. In ten thousand random layers, at most a quarter of it was
-        // needed.
+        // The tolerance is needed because the choices are reduced to 256. In ten thousand random layers, at most a
+        // quarter of the tolerance was needed.
         let beaten = |run: &Choice| choices.iter().any(|choice| is_as_good(choice, run, widest / 32));
         prop_assert!(of_runs(&layer).iter().all(beaten));
         prop_assert_eq!(choices[0].dropped, 0);
@@ -212,7 +212,7 @@ fn a_layer_of_experts_has_choices_no_worse_than_those_of_its_runs() {
     let layer = layers.iter().max_by_key(|layer| layer.candidates.len()).unwrap();
     assert!(layer.candidates.len() > 16, "{} candidates", layer.candidates.len());
     let (choices, runs) = (layer.choices(), of_runs(layer));
-    // The tolerance for reducing some 2500 choices that differ by little.
+    // The tolerance is needed because some 2500 choices that differ by little are reduced.
     let within = choices[0].peak / 1024;
     let is_worse = |run: &&Choice| !choices.iter().any(|choice| is_as_good(choice, run, within));
     let worse: Vec<&Choice> = runs.iter().filter(is_worse).collect();
