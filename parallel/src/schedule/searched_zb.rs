@@ -4,7 +4,7 @@
 //!
 //! First comes a warm-up that is as long as time and memory allow. Then come rounds of at most one forward and one
 //! input gradient per rank. Weight gradients go where a rank would wait or has to free memory. The rules leave three
-//! choices open ([`Choices`]). All eight combinations are tried, and the first of the shortest orders is returned.
+//! choices open (`Choices`). All eight combinations are tried, and the first of the shortest orders is returned.
 
 use super::gap_filling::{Overrun, PartialOrders, Saved, Setting};
 use super::{Placement, Schedule, Shape};
