@@ -72,8 +72,8 @@ struct EvictableUses {
 }
 
 impl DynamicBuffers {
-    /// Collects the requests of all programs. `problem_index[program][buffer]` is a buffer's index in `problem`, and `spans` has
-    /// the ticks of each program.
+    /// Collects the requests of all programs. `problem_index[program][buffer]` is a buffer's index in `problem`, and
+    /// `spans` has the ticks of each program.
     pub fn new<P: std::borrow::Borrow<Program>>(
         programs: &[P],
         problem_index: &[Vec<usize>],

@@ -210,7 +210,8 @@ impl<'l> Costs<'l> {
         }
     }
 
-    /// Returns the choice that drops the candidates `dropped` and frees `freed_after_input` at the end of I, with its costs.
+    /// Returns the choice that drops the candidates `dropped` and frees `freed_after_input` at the end of I, with its
+    /// costs.
     pub fn choice(&mut self, dropped: Candidates, freed_after_input: Candidates) -> Choice {
         let layer = self.layer;
         self.available.fill(false);

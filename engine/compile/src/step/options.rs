@@ -216,7 +216,8 @@ pub struct UpdateOptions {
     pub groups: Vec<ParameterGroup>,
     /// The absolute value to which gradient elements are clamped, before the norm is computed.
     pub max_value: Option<f64>,
-    /// Whether a step is skipped, without changing parameters or states, if its loss or norm is not finite or exceeds the limits.
+    /// Whether a step is skipped, without changing parameters or states, if its loss or norm is not finite or exceeds
+    /// the limits.
     pub guarded: bool,
     /// Decay rate of an exponential moving average of every trained parameter. With `None`, no averages are kept. An
     /// average is f32 and stored as `average/NAME`. Usual rates are 0.999 or more.
