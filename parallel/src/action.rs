@@ -42,7 +42,7 @@ impl Action {
 }
 
 impl Kind {
-    /// The letter of this kind in PyTorch's notation.
+    /// Returns the letter of this kind in PyTorch's notation.
     pub fn letter(self) -> char {
         match self {
             Self::Forward => 'F',
@@ -70,11 +70,12 @@ pub enum Cell {
     /// Communication that a rank does between its actions.
     Communicate(Communication),
     /// The optimizer's step on the weights of a stage. PyTorch's tables leave this step to the caller, so the notation
-    /// `UPDATE` is an addition.
+    /// `UPDATE` is an addition of this crate.
     Update(StageId),
 }
 
-/// Communication of a rank between its actions. Schedules leave it out; tables from files may have it.
+/// Communication of a rank between its actions. The tables of schedules contain no communication; tables from files may
+/// contain some.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Communication {
     /// The kind of communication.
@@ -155,7 +156,7 @@ impl fmt::Display for Communication {
 }
 
 impl Cell {
-    /// The actions of the cell, in an order that is also valid if they run one after the other.
+    /// Returns the actions of the cell, in an order that is also valid if they run one after the other.
     pub fn actions(&self) -> impl Iterator<Item = Action> + use<> {
         let (first, second) = match *self {
             Self::One(action) => (Some(action), None),

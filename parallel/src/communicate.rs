@@ -12,9 +12,9 @@
 //! rank 1 │              1RECV_F0                       1F0 …
 //! ```
 //!
-//! So there is one order of all messages, and each rank's own order agrees with it. No rank ever waits for a message
-//! that comes later in that order. So the table is free of deadlock, whether sends are buffered or last until they are
-//! received. PyTorch's runtime exchanges messages in the same order.
+//! So all messages have one order, and the order of each rank's row agrees with it. No rank ever waits for a message
+//! that comes later in this order. So the table is free of deadlock, whether sends are buffered or blocking. PyTorch's
+//! runtime exchanges messages in the same order.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -23,12 +23,12 @@ use crate::{Action, Cell, Communication, CommunicationKind, Kind, StageId, Stuck
 /// The point at which a rank waits until one of its own sends is done. The sent buffer must stay alive until then.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Waits {
-    /// As in PyTorch: an activation's send is awaited after the backward of the same micro-batch, a gradient's send at
-    /// the end of the row. So all M gradients of a stage stay alive.
+    /// As in PyTorch: a rank waits for the send of an activation after the backward of the same micro-batch, and for
+    /// the send of a gradient at the end of the row. So all M gradients of a stage stay alive.
     #[default]
     Late,
-    /// A send is awaited before the same stage's next send in the same direction. So one buffer per stage and direction
-    /// stays alive.
+    /// A rank waits for a send before the same stage's next send in the same direction. So one buffer per stage and
+    /// direction stays alive.
     NextSend,
 }
 

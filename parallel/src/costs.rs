@@ -7,20 +7,20 @@ use crate::{Action, Kind, StageId};
 
 /// The durations that the simulator uses. A tick is a unit of time that the caller chooses.
 pub trait Durations {
-    /// Ticks of one action that runs alone.
+    /// Returns the ticks of one action that runs alone.
     fn action(&self, action: Action) -> u64;
 
-    /// Ticks of a forward of one stage and a backward of another that run at the same time.
+    /// Returns the ticks of a forward of one stage and a backward of another that run at the same time.
     fn overlapped(&self, forward: Action, backward: Action) -> u64 {
         self.action(forward) + self.action(backward)
     }
 
-    /// Ticks from the end of an action until a neighbouring rank can use its result.
+    /// Returns the ticks from the end of an action until a neighbouring rank can use its result.
     fn transfer(&self, _from: Action) -> u64 {
         0
     }
 
-    /// Ticks of the optimizer's step on a stage's weights.
+    /// Returns the ticks of the optimizer's step on a stage's weights.
     fn update(&self, _stage: StageId) -> u64 {
         0
     }
@@ -35,8 +35,8 @@ pub struct Costs {
     pub backward_input: u64,
     /// Ticks of W.
     pub backward_weight: u64,
-    /// Ticks of a forward and a whole backward that run at the same time. A pair with a split backward takes less time,
-    /// by as much as the split backward is shorter than the whole one.
+    /// Ticks of a forward and a whole backward that run at the same time. If the backward of the pair is only an input
+    /// or a weight gradient, the pair takes less time: the ticks that the backward lacks are subtracted.
     pub overlapped: u64,
     /// Ticks from the end of an action until a neighbouring rank can use its result.
     pub transfer: u64,
@@ -59,8 +59,8 @@ impl Costs {
         }
     }
 
-    /// Ticks saved by running a pair at the same time. The number is negative if the pair takes longer than its two
-    /// actions one by one.
+    /// Returns the ticks saved by running a pair at the same time. The number is negative if the pair takes longer than
+    /// its two actions one by one.
     fn saved(&self) -> i128 {
         i128::from(self.ticks(Kind::Forward)) + i128::from(self.ticks(Kind::Backward)) - i128::from(self.overlapped)
     }
@@ -83,7 +83,8 @@ impl Durations for Costs {
 /// The costs of each stage, indexed by stage. A stage past the end has the costs of the last entry. With an empty
 /// slice, everything takes zero ticks.
 ///
-/// For a pair of two stages, each stage's costs give a number of ticks saved. The pair saves the smaller number.
+/// A pair of two stages has one number of ticks saved by the forward's costs, and one by the backward's costs. The pair
+/// saves the smaller number.
 impl Durations for [Costs] {
     fn action(&self, action: Action) -> u64 {
         costs_of_stage(self, action.stage).ticks(action.kind)
@@ -129,8 +130,8 @@ impl Rates {
         [self.flops, self.bytes].iter().all(|rate| rate.is_finite() && *rate > 0.0)
     }
 
-    /// Nanoseconds of work that is limited by arithmetic or by memory. The slower of the two counts (the roofline model
-    /// of Williams et al., 2009).
+    /// Returns the time of some work in nanoseconds: the time of its arithmetic or of its memory traffic, whichever is
+    /// longer (the roofline model of Williams et al., 2009).
     pub fn nanoseconds(&self, flops: u64, bytes: u64) -> u64 {
         let seconds = (flops as f64 / self.flops).max(bytes as f64 / self.bytes);
         (seconds * 1e9).ceil() as u64

@@ -18,8 +18,8 @@ pub struct KeptBuffer {
     pub until: Cell,
 }
 
-/// Returns the most bytes alive in any cell of `row`. `kept(m)` returns the buffers that micro-batch m keeps; the
-/// micro-batch named in the cells of these buffers is ignored. A buffer is alive from the start of the cell in which it
+/// Returns the most bytes alive in any cell of `row`. `kept(m)` returns the buffers that micro-batch m keeps. The cells
+/// of these buffers also name a micro-batch, which is ignored. A buffer is alive from the start of the cell in which it
 /// is born to the end of its last cell. A buffer does not count if `row` lacks one of these two cells.
 pub fn peak_bytes<'a>(row: &[Cell], kept: impl Fn(MicroBatch) -> &'a [KeptBuffer]) -> u64 {
     let at: HashMap<Cell, usize> = row.iter().enumerate().map(|(index, &cell)| (cell, index)).collect();
@@ -52,7 +52,7 @@ fn micro_batch(cell: &Cell) -> Option<MicroBatch> {
     }
 }
 
-/// The same cell of another micro-batch.
+/// Returns the same cell of another micro-batch.
 fn with(cell: Cell, micro_batch: MicroBatch) -> Cell {
     match cell {
         Cell::One(action) => Cell::One(Action { micro_batch, ..action }),

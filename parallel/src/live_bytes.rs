@@ -9,9 +9,9 @@
 //! kept       ·        ·                           ├─────────┴──────────────────┤
 //! ```
 //!
-//! Within a rank, the order of the cells alone determines which buffers are alive together: a buffer is born at the
-//! start of the cell that creates it, and dies at the end of the cell that reads it last. So the peak does not depend
-//! on the costs.
+//! Within a rank, the order of the cells alone determines which buffers are alive together. A buffer is born at the
+//! start of the cell that creates it, and dies at the end of its last reader's cell. So the peak does not depend on the
+//! costs.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -28,9 +28,9 @@ pub struct StageBytes {
     pub input_gradient: u64,
     /// True if W, too, reads the gradient from the next stage; false if only I reads it.
     pub weight_reads_gradient: bool,
-    /// Bytes that F keeps for the backward and that I reads last, without the input.
+    /// Bytes that F keeps for the backward and that I is the last to read. The input is not included.
     pub saved_until_input: u64,
-    /// Bytes that F keeps for the backward and that W reads last, without the input.
+    /// Bytes that F keeps for the backward and that W is the last to read. The input is not included.
     pub saved_until_weight: u64,
     /// Bytes that I leaves for W. A whole backward consumes such values piece by piece, so it is assumed to leave none.
     pub kept_by_input: u64,
@@ -49,7 +49,7 @@ pub enum LastReader {
 }
 
 impl Timeline {
-    /// Returns the bytes alive on a rank, at each tick where their number changes. `bytes` is indexed by stage; a
+    /// Returns the bytes alive on a rank, at each tick where this number changes. `bytes` is indexed by stage; a
     /// missing stage counts as zero bytes.
     ///
     /// A receive buffer lives from its receive on. A send buffer lives until its wait, or until its send if the table
@@ -75,13 +75,14 @@ impl Timeline {
         live
     }
 
-    /// The maximum of [`Timeline::live_bytes`].
+    /// Returns the maximum of [`Timeline::live_bytes`].
     pub fn peak_bytes(&self, rank: usize, bytes: &[StageBytes]) -> u64 {
         self.live_bytes(rank, bytes).into_iter().map(|(_, live)| live).max().unwrap_or_default()
     }
 }
 
-/// A live buffer. Messages are keyed by the stage that reads them, all others by the stage that creates them.
+/// A live buffer. A message is keyed by the stage that reads the message. All other buffers are keyed by the stage that
+/// creates them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum BufferKind {
     Input,

@@ -30,14 +30,14 @@ pub struct Coordinate {
 }
 
 impl Default for Mesh {
-    /// A mesh of one rank, which does everything.
+    /// Returns a mesh of one rank, which does everything.
     fn default() -> Self {
         Self { data: 1, pipeline: 1, expert: 1 }
     }
 }
 
 impl Mesh {
-    /// A mesh of pipeline ranks only.
+    /// Returns a mesh of pipeline ranks only.
     pub fn pipeline(ranks: usize) -> Self {
         Self { pipeline: ranks, ..Self::default() }
     }
@@ -52,7 +52,7 @@ impl Mesh {
         ranks.filter(|&ranks| ranks > 0).ok_or(Error::Mesh { data, pipeline, expert })
     }
 
-    /// Returns the coordinate of a rank. Along consecutive ranks, the share of the experts changes first, then the
+    /// Returns the coordinate of a rank. From one rank to the next, the share of the experts changes first, then the
     /// pipeline stage, then the copy of the model. So the ranks that communicate most are nearest to each other.
     ///
     /// # Panics
@@ -62,7 +62,7 @@ impl Mesh {
         Coordinate { expert: rank % expert, pipeline: rank / expert % pipeline, data: rank / expert / pipeline }
     }
 
-    /// The rank at a coordinate: the inverse of [`Mesh::coordinate`].
+    /// Returns the rank at a coordinate: the inverse of [`Mesh::coordinate`].
     pub fn rank(&self, at: Coordinate) -> usize {
         (at.data * self.pipeline + at.pipeline) * self.expert + at.expert
     }

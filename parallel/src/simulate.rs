@@ -32,7 +32,7 @@ pub struct Stuck {
     pub cell: Cell,
 }
 
-/// Simulates a table in which every cell starts as soon as its rank is free and its inputs have arrived.
+/// Simulates a table. Every cell starts as soon as its rank is free and the inputs of the cell have arrived.
 ///
 /// Sends are buffered and receives are posted ahead, so communication takes no time on the rank itself. A message takes
 /// its transfer time. The transfer begins at the message's send if the table has sends, otherwise at the end of the
@@ -73,12 +73,12 @@ pub fn simulate(table: &[Vec<Cell>], costs: &(impl Durations + ?Sized)) -> Resul
 }
 
 impl Timeline {
-    /// Ticks from 0 to the end of the last cell.
+    /// Returns the ticks from 0 to the end of the last cell.
     pub fn makespan(&self) -> u64 {
         self.ranks.iter().flatten().map(|span| span.end).max().unwrap_or_default()
     }
 
-    /// Ticks, out of the makespan, in which a rank runs no action and no update.
+    /// Returns the ticks of the makespan in which a rank runs no action and no update.
     pub fn bubble(&self, rank: usize) -> u64 {
         let busy = |span: &Span| match span.cell {
             // Waiting is not work.
@@ -88,15 +88,15 @@ impl Timeline {
         self.makespan() - self.ranks[rank].iter().map(busy).sum::<u64>()
     }
 
-    /// The share of bubbles in the time of all ranks up to the makespan; 0 if nothing takes time.
+    /// Returns the bubbles of all ranks as a share of ranks × makespan. Returns 0 if nothing takes time.
     pub fn bubble_share(&self) -> f64 {
         let bubbles: u64 = (0..self.ranks.len()).map(|rank| self.bubble(rank)).sum();
         let whole = self.makespan() as f64 * self.ranks.len() as f64;
         if whole > 0.0 { bubbles as f64 / whole } else { 0.0 }
     }
 
-    /// Returns the number of activations alive on a rank, at each tick where it changes. The unit is one chunk of one
-    /// micro-batch. An activation is born where its F starts and dies where its W or whole B ends.
+    /// Returns the number of activations alive on a rank, at each tick where this number changes. The unit is one chunk
+    /// of one micro-batch. An activation is born where its F starts, and dies where its W or whole B ends.
     pub fn live(&self, rank: usize) -> Vec<(u64, i64)> {
         let mut changes: BTreeMap<u64, i64> = BTreeMap::new();
         for (span, action) in self.ranks[rank].iter().flat_map(|span| span.cell.actions().map(move |a| (span, a))) {
@@ -116,7 +116,7 @@ impl Timeline {
             .collect()
     }
 
-    /// The maximum of [`Timeline::live`].
+    /// Returns the maximum of [`Timeline::live`].
     pub fn peak(&self, rank: usize) -> i64 {
         self.live(rank).into_iter().map(|(_, live)| live).max().unwrap_or_default()
     }

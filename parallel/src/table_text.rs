@@ -34,7 +34,7 @@ pub fn read_table(text: &str) -> Result<Vec<Vec<Cell>>, Error> {
 const CELL: &str = "stage, kind and micro-batch (like 0F3, 0SEND_F3 or 0UNSHARD)";
 const PAIR: &str = "a pair of a forward and a backward (like (0F3;3B1)OVERLAP_F_B)";
 
-/// Reads one cell; the error names what was expected instead.
+/// Reads one cell. The error is the description of what was expected instead.
 fn read_cell(text: &str) -> Result<Cell, &'static str> {
     let Some(pair) = text.strip_prefix('(') else { return read_single(text).ok_or(CELL) };
     let pair = pair.strip_suffix(")OVERLAP_F_B").and_then(|pair| pair.split_once(';')).ok_or(PAIR)?;

@@ -1,8 +1,8 @@
 //! Adds the work on a stage's weights between the actions: fetching sharded weights, reducing gradients over the
-//! data-parallel ranks, updating.
+//! data-parallel ranks, and updating the weights.
 //!
 //! In and out: tables. Each pass adds its cells and keeps the order of all others. [`crate::communicate`] must run
-//! after these passes, because its rounds count every cell.
+//! after these passes, because its rounds count every cell, including those added here.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::num::NonZeroUsize;

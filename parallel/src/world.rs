@@ -9,8 +9,8 @@ pub struct World {
     pub rank: usize,
     /// Number of processes.
     pub size: usize,
-    /// Index of this process among the processes of its host, from 0, which selects its device. `None` if the launcher
-    /// doesn't set it.
+    /// Index of this process among the processes of its host, from 0. The index selects the process's device. `None` if
+    /// the launcher doesn't set the index.
     pub local_rank: Option<usize>,
     /// The launcher whose variables were used.
     pub launcher: Launcher,
@@ -58,8 +58,8 @@ const VARIABLES: [(Launcher, &str, &[&str], &str); 4] = [
 ];
 
 impl World {
-    /// Returns the place that the environment gives this process, or `None` if no launcher's variables are set. In that
-    /// case the process is the only one.
+    /// Returns the place that the environment gives this process, or `None` if no launcher's variables are set. With
+    /// `None`, the process is the only one.
     ///
     /// # Errors
     /// Returns an error if a launcher's variables are incomplete, are not numbers, or contradict each other.
@@ -103,8 +103,8 @@ impl World {
     /// Compares this place with the one that MPI reports.
     ///
     /// # Errors
-    /// Returns an error if they differ. The launcher that started the processes would then not be the one whose
-    /// variables numbered them, and processes would do each other's work.
+    /// Returns an error if the two differ. The variables were then set by another launcher than the one that started
+    /// the processes, and two processes could do the same rank's work.
     pub fn agree_with_mpi(&self, mpi_rank: usize, mpi_size: usize) -> Result<(), WorldError> {
         let Self { rank, size, launcher, .. } = *self;
         if (rank, size) == (mpi_rank, mpi_size) {

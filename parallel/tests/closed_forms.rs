@@ -5,7 +5,7 @@ use gapless_parallel::{
     Action, Cell, Costs, Error, Interleaved, Kind, Schedule, Sends, Shape, Violation, all, by_name, check, simulate,
 };
 
-/// All shapes of a range for which a schedule exists.
+/// Returns all shapes of a range for which a schedule exists.
 fn shapes(schedule: &dyn Schedule) -> Vec<Shape> {
     let ranks = [1, 2, 3, 4, 6, 8];
     let chunks = [1, 2, 3, 4];
@@ -73,7 +73,7 @@ fn groups_of_any_size_train() {
     assert!(legal > 100 && illegal > 100, "{legal} legal, {illegal} not");
 }
 
-/// Longer rounds raise the peak to (V−1)R + 2(P−1−r) + 1 chunks (instead of (V−1)P + …) and keep the bubble.
+/// Longer rounds raise the peak from (V−1)P + 2(P−1−r) + 1 chunks to (V−1)R + 2(P−1−r) + 1 chunks, and keep the bubble.
 #[test]
 fn groups_keep_the_bubble_and_raise_the_peak() {
     for (ranks, chunks, group, groups) in [2, 3, 4]
@@ -91,7 +91,7 @@ fn groups_keep_the_bubble_and_raise_the_peak() {
     }
 }
 
-/// Ticks of bubble at these costs per chunk; `None` if there is no formula for this shape and these costs.
+/// Returns the ticks of bubble at these costs per chunk; `None` if there is no formula for this shape and these costs.
 fn bubble(name: &str, &Shape { ranks: p, micro_batches: m, .. }: &Shape, costs: &Costs) -> Option<u64> {
     let (p, m) = (u64::from(p), u64::from(m));
     let &Costs { forward: f, backward_input: b, backward_weight: w, .. } = costs;
@@ -111,7 +111,7 @@ fn bubble(name: &str, &Shape { ranks: p, micro_batches: m, .. }: &Shape, costs: 
     }
 }
 
-/// Most chunks of activations alive on rank `r`.
+/// Returns the maximum number of chunks of activations alive on rank `r`.
 fn peak(name: &str, &Shape { ranks: p, chunks: v, micro_batches: m }: &Shape, r: u32) -> Option<u32> {
     match name {
         "gpipe" | "looped-bfs" | "modular-pipeline" | "layered-accumulation" => Some(v * m),
@@ -120,8 +120,8 @@ fn peak(name: &str, &Shape { ranks: p, chunks: v, micro_batches: m }: &Shape, r:
         "zb-h1" => Some(m.min(p)),
         "interleaved-zb" if m.is_multiple_of(p) => Some(v * m.min(p)),
         "zb-h2" => Some(m.min(2 * p - 1)),
-        // A batch smaller than the warm-up runs all of its forwards on the way down, and those on the way up that come
-        // before the drain.
+        // A batch smaller than the warm-up runs all of its forwards on the way down, and only those forwards on the way
+        // up that come before the drain.
         "zbv" => Some((2 * p).min(2 * m).min(m + r + 1)),
         "dualpipev" => Some(2 * p + 1),
         _ => None,

@@ -27,7 +27,7 @@ fn counted_by_hand() {
     ];
     let split = "0F0,0I0,0W0\n1F0,1I0,1W0\n";
     assert_eq!(live(split, 1, &stages), [(1, 1110), (2, 11_117), (3, 11_000), (4, 0)]);
-    // Rank 0 holds the output until it is sent. It holds the gradient from the action that uses it.
+    // Rank 0 holds the output until the send. It holds the gradient only during the action that uses the gradient.
     assert_eq!(live(split, 0, &stages), [(0, 10), (1, 0), (3, 7), (4, 0)]);
     let whole = "0F0,0B0\n1F0,1B0\n";
     assert_eq!(live(whole, 1, &stages), [(1, 1110), (2, 1117), (4, 0)]);

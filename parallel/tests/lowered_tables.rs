@@ -9,7 +9,7 @@ use gapless_parallel::{
     write_table,
 };
 
-/// Some shapes for which the schedule exists.
+/// Returns some shapes for which the schedule exists.
 fn shapes(schedule: &dyn Schedule) -> Vec<Shape> {
     let ranks = [1, 2, 3, 4].into_iter();
     let shapes = ranks.flat_map(|ranks| {
@@ -81,8 +81,8 @@ fn stages_of_one_rank_send_nothing() {
     }
 }
 
-/// Adding messages to a table doesn't change when actions run. The only exception are the messages of an overlapped
-/// pair, which are sent when both of its actions are done.
+/// Adding messages to a table doesn't change when actions run. The only exception is an overlapped pair, whose messages
+/// are sent when both of its actions are done.
 #[test]
 fn messages_take_the_time_that_they_took_unwritten() {
     let costs = Costs { forward: 7, backward_input: 8, backward_weight: 5, overlapped: 18, transfer: 3 };
@@ -103,7 +103,7 @@ fn messages_take_the_time_that_they_took_unwritten() {
     }
 }
 
-/// All violations that the checker finds in a table, as text.
+/// Returns all violations that the checker finds in a table, as text.
 fn said(table: &str, stages: u32, micro_batches: u32, sends: Sends) -> Vec<String> {
     check(&read_table(table).unwrap(), stages, micro_batches, sends).iter().map(ToString::to_string).collect()
 }

@@ -146,7 +146,7 @@ fn reference_tables() {
     assert!(matched.len() >= 20, "too few families of tables: {matched:?}");
 }
 
-/// Every table under `folder`, sorted.
+/// Returns every table under `folder`, sorted.
 fn tables(folder: &Path) -> Vec<PathBuf> {
     let entries = |folder: &Path| {
         let mut paths: Vec<PathBuf> = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
@@ -187,7 +187,7 @@ fn is_computed(cell: &Cell) -> bool {
     matches!(cell, Cell::One(_) | Cell::Overlap(..))
 }
 
-/// The shape of a reference table.
+/// Returns the shape of a reference table.
 fn shape_of(table: &[Vec<Cell>]) -> Shape {
     let ranks = table.len() as u32;
     Shape { ranks, chunks: stages(table) / ranks, micro_batches: micro_batches(table) }

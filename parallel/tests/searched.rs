@@ -84,7 +84,7 @@ fn no_room_is_refused() {
     assert_eq!(error, Error::Room { schedule: "zb-searched", needed: 1, peak: 0 });
 }
 
-/// The longest time from a rank's first action to the end of its last.
+/// Returns the longest time from a rank's first action to the end of its last.
 fn span(timeline: &Timeline) -> u64 {
     timeline.ranks.iter().map(|spans| spans.last().unwrap().end - spans[0].start).max().unwrap()
 }

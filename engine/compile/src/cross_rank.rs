@@ -1,9 +1,9 @@
 //! Determines which values cross between ranks, and when the sender may free the buffer of a sent value.
 //!
 //! - In: a graph whose nodes have places, and the actions of all ranks.
-//! - Out: for each value, the other ranks that read it. For each message, the sender's first action before which the
-//!   schedule proves that the message was received. If the sender waits for the message there, the wait never blocks
-//!   between actions.
+//! - Out: for each value, the other ranks that read the value. For each message, the first action of the sender before
+//!   which, according to the schedule, the message has certainly been received. A wait that is placed before this
+//!   action never blocks.
 //! - Never: a buffer or an instruction.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -30,11 +30,13 @@ pub fn phases(kind: Kind) -> &'static [Phase] {
 pub struct CrossRankValues {
     ranks: usize,
     rank_of: HashMap<StageId, usize>,
-    /// Roots that F, I or W computes, each with the other ranks whose F, I or W reads it, once per micro-batch.
+    /// Roots that F, I or W computes and that cross once per micro-batch. Each root has the other ranks whose F, I or W
+    /// reads the root.
     per_micro_batch: BTreeMap<ValueId, BTreeSet<usize>>,
-    /// Roots that the update or the host reads, each with the other ranks that read it, once per step.
+    /// Roots that the update or the host reads, and that cross once per step. Each root has the other ranks that read
+    /// the root.
     per_step: BTreeMap<ValueId, BTreeSet<usize>>,
-    /// Persistent tensors that one rank changes, each with the other ranks that read it.
+    /// Persistent tensors that one rank changes. Each tensor has the other ranks that read the tensor.
     replicas: BTreeMap<ValueId, BTreeSet<usize>>,
     /// The values that each stage reads from other ranks in each phase, in order.
     needs: HashMap<(StageId, Phase), Vec<ValueId>>,
@@ -178,9 +180,9 @@ impl CrossRankValues {
         self.replicas.get(&root).into_iter().flatten().copied()
     }
 
-    /// Returns for each message of `rank` the first of the rank's own actions before which the message has certainly
-    /// been received. The keys are (root, micro-batch, receiver). Messages that are sent once per step are left out,
-    /// and so are messages without such an action.
+    /// For each message that `rank` sends, returns the index of the rank's first action before which the message has
+    /// certainly been received. The keys are (root, micro-batch, receiver). Messages that are sent once per step have
+    /// no entry, and neither have messages without such an action.
     ///
     /// # Errors
     /// Returns an error if the actions wait for each other in a cycle, or if an action reads a value that is never
@@ -221,8 +223,9 @@ impl CrossRankValues {
     /// Returns `known[action][other]`: the number of actions of rank `other` that have certainly ended when an action
     /// of `rank` starts, because `rank` has received a value that depends on them.
     ///
-    /// The entries are vector clocks (Fidge, Mattern), one per action of every rank. The clock of another rank's action
-    /// is dropped after its last reader, so there are never more clocks than messages in flight.
+    /// The entries are vector clocks (Fidge, Mattern), one per action of every rank. The clock of an action of another
+    /// rank is dropped once all actions that receive a value from that action have been visited. So there are never
+    /// more such clocks than messages in flight.
     fn known(&self, graph: &Graph, table: &[Vec<Action>], rank: usize) -> Result<Vec<Vec<u32>>> {
         let mut made: HashMap<(StageId, Phase, u32), (usize, usize)> = HashMap::new();
         for (rank, row) in table.iter().enumerate() {

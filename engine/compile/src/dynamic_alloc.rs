@@ -1,8 +1,8 @@
 //! Requests to the online arena, for buffers with dynamic rows, whose size is known only while programs run.
 //!
 //! - In: programs, and the ticks of their buffers.
-//! - Out: the requests in the order of their first tick, and for each request the instructions at which it starts and
-//!   ends.
+//! - Out: the requests in the order of their first tick. For each request, the instructions at which the request starts
+//!   and ends.
 
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
@@ -18,8 +18,9 @@ use crate::lifetimes::{ALIGNMENT, tick_of};
 use crate::program::{BufferId, DynamicRows, Instr, InstrKind, Operand, Program};
 
 impl Executable {
-    /// Plans the arena of dynamic rows again, with another reserve. Keeps the new plan if `accept` returns true. Does
-    /// nothing if there are no dynamic rows.
+    /// Plans the arena of dynamic rows again, with another reserve. Keeps the new plan if `accept` returns true.
+    /// Returns true if the new plan is kept. Returns false if `accept` refuses the plan, or if there are no dynamic
+    /// rows.
     ///
     /// # Errors
     /// Returns an error if the reserve exceeds the address space, or if its factor is not a valid number. Returns the
@@ -42,7 +43,7 @@ impl Executable {
 }
 
 fn options(reserve: Reserve) -> ArenaOptions {
-    // This work takes about a tenth of a second, or less if the reserve is proven minimal earlier.
+    // This limit allows about a tenth of a second. Planning ends earlier if the reserve is proven minimal.
     ArenaOptions { reserve, work: 2_000_000, ..ArenaOptions::default() }
 }
 
@@ -71,8 +72,8 @@ struct EvictableUses {
 }
 
 impl DynamicBuffers {
-    /// Collects the requests of all programs. `problem_index[program][buffer]` is a buffer's index in `problem`, and `spans` has
-    /// the ticks of each program.
+    /// Collects the requests of all programs. `problem_index[program][buffer]` is a buffer's index in `problem`, and
+    /// `spans` has the ticks of each program.
     pub fn new<P: std::borrow::Borrow<Program>>(
         programs: &[P],
         problem_index: &[Vec<usize>],
@@ -126,7 +127,7 @@ impl DynamicBuffers {
         self.requests.is_empty()
     }
 
-    /// Plans the arena of dynamic rows on top of a static plan. `None` if there are no requests.
+    /// Plans the arena of dynamic rows on top of a static plan. Returns `None` if there are no requests.
     pub fn plan(&self, problem: &Problem, solution: &Solution, reserve: Reserve) -> Result<Option<ArenaPlan>> {
         if self.is_empty() {
             return Ok(None);

@@ -44,7 +44,7 @@ pub enum Error {
 }
 
 impl Error {
-    /// A refused setting: its name, the reason, and what to do instead.
+    /// Returns the error for a refused setting: the setting's name, the reason, and what to do instead.
     pub(crate) fn config(what: &'static str, why: impl Into<String>, remedy: &'static str) -> Self {
         gapless_graph::Error::config(what, why, remedy).into()
     }

@@ -16,8 +16,8 @@ use crate::offload_plan::HostPlan;
 /// Options of [`compile`](crate::compile).
 #[derive(Debug, Clone)]
 pub struct CompileOptions {
-    /// Limits of the planner. The default is three quarters of the planner's own default. It allows a few seconds at
-    /// most, and planning ends earlier if the lower bound is reached.
+    /// Options of the planner. The default `work` limit is three quarters of the planner's own default. This allows a
+    /// few seconds at most. Planning ends earlier if the lower bound is reached.
     pub planner: Options,
     /// The reserve for dynamic rows.
     pub reserve: Reserve,
@@ -68,74 +68,74 @@ pub struct Executable {
 }
 
 impl Executable {
-    /// The programs, by [`ProgramId`].
+    /// Returns the programs, by [`ProgramId`].
     #[doc(hidden)]
     pub fn programs(&self) -> &[CompiledProgram] {
         &self.programs
     }
 
-    /// The tensors that outlive the step, in the order of their declaration.
+    /// Returns the tensors that outlive the step, in the order of their declaration.
     #[doc(hidden)]
     pub fn persistent(&self) -> &[Persistent] {
         &self.persistent
     }
 
-    /// The planning problem of all programs.
+    /// Returns the planning problem of all programs.
     pub fn problem(&self) -> &Problem {
         &self.problem
     }
 
-    /// The plan, which has passed the checker.
+    /// Returns the plan, which has passed the checker.
     pub fn solution(&self) -> &Solution {
         &self.solution
     }
 
-    /// The plan of the arena of dynamic rows, which lies above and between the planned buffers. `None` if there are no
-    /// dynamic rows.
+    /// Returns the plan of the arena of dynamic rows, which lies above and between the planned buffers. Returns `None`
+    /// if there are no dynamic rows.
     pub fn routing(&self) -> Option<&ArenaPlan> {
         self.dynamic_arena.as_ref()
     }
 
-    /// Names and roles of the problem's buffers.
+    /// Returns the names and roles of the problem's buffers.
     pub fn labels(&self) -> &[Label] {
         &self.labels
     }
 
-    /// Ranges of ticks with a name, e.g. `train 0F3`, in order.
+    /// Returns the parts of all programs as ranges of ticks, in order. Each has a name, e.g. `train 0F3`.
     pub fn parts(&self) -> &[Mark] {
         &self.parts
     }
 
-    /// The hash that identifies the plan.
+    /// Returns the hash that identifies the plan.
     pub fn plan_hash(&self) -> PlanHash {
         self.plan_hash
     }
 
-    /// Time spent planning, in milliseconds.
+    /// Returns the time spent planning, in milliseconds.
     pub fn plan_ms(&self) -> f64 {
         self.plan_ms
     }
 
-    /// The plan of the file for offloaded activations.
+    /// Returns the plan of the file for offloaded activations.
     pub fn host(&self) -> &HostPlan {
         &self.host
     }
 
-    /// Floating-point operations of one run of each program.
+    /// Returns the floating-point operations of one run of each program.
     pub fn flops(&self) -> &[u64] {
         &self.flops
     }
 
-    /// Size of the arena.
+    /// Returns the size of the arena.
     pub fn arena_bytes(&self) -> u64 {
         self.dynamic_arena.as_ref().map_or(self.solution.height, ArenaPlan::height)
     }
 
-    /// Writes the plan as a table with minimalloc's columns. Each row has a buffer's id (its index and the name of its
-    /// tensor), its ticks, its bytes and its address.
+    /// Writes the plan as a table with minimalloc's columns. Each row describes a buffer: its id, its lifetime in
+    /// ticks, its bytes and its address. The id consists of the buffer's index and the name of its tensor.
     ///
     /// # Errors
-    /// Returns only the errors of the writer.
+    /// Returns the errors of the writer.
     pub fn write_plan(&self, out: impl Write) -> std::result::Result<(), gapless_alloc::Error> {
         // Names of tensors may repeat and may contain commas.
         let name = |(index, label): (usize, &Label)| format!("{index} {}", label.tensor.replace(',', ";"));
@@ -143,12 +143,12 @@ impl Executable {
         Table::new(ids, self.problem.clone()).write(out, Some(&self.solution.offsets))
     }
 
-    /// Size of the file for offloaded activations.
+    /// Returns the size of the file for offloaded activations.
     pub fn host_bytes(&self) -> u64 {
         self.host.solution.height
     }
 
-    /// The largest number of messages and collectives of any program.
+    /// Returns the largest number of messages and collectives of any program.
     pub fn requests(&self) -> usize {
         self.programs.iter().map(|program| program.requests).max().unwrap_or(0)
     }
@@ -163,20 +163,23 @@ impl Executable {
         self.programs[id.0].inputs.iter().any(|input| input.name == name)
     }
 
-    /// Names, shapes and types of the tensors of one role that outlive the step, in the order of their declaration.
+    /// Returns the names, shapes and types of those tensors of one role that outlive the step, in the order of their
+    /// declaration.
     pub fn specs(&self, role: Role) -> impl Iterator<Item = (&str, &Spec)> {
         let of_role = self.persistent.iter().filter(move |p| p.label.role == role);
         of_role.map(|p| (p.label.tensor.as_str(), &p.spec))
     }
 
-    /// Returns the tensor of this name that outlives the step. The error for an unknown name suggests the most similar
-    /// one.
+    /// Returns the tensor of this name that outlives the step.
+    ///
+    /// # Errors
+    /// If no such tensor has this name, returns an error that suggests the most similar name.
     pub fn find_persistent(&self, name: &str) -> Result<&Persistent> {
         let found = self.persistent.iter().find(|p| p.label.tensor == name);
         found.ok_or_else(|| unknown(name, self.persistent.iter().map(|p| p.label.tensor.as_str())))
     }
 
-    /// The types of all tensors, with repetitions.
+    /// Returns the types of all tensors, with repetitions.
     pub fn dtypes(&self) -> impl Iterator<Item = DType> {
         let instructions = self.programs.iter().flat_map(|program| &program.instructions);
         let operands = instructions.flat_map(|instruction| instruction.inputs.iter().chain(&*instruction.outputs));

@@ -35,20 +35,20 @@ pub struct Instruction {
     pub micro_batch: u32,
     /// Name of the layer to which the instruction belongs.
     pub layer: Arc<str>,
-    /// Ranges of bytes that are not read after this instruction.
+    /// Ranges of bytes in the arena whose contents are not read after this instruction.
     pub dead_after: Box<[Range<u64>]>,
     /// Index of the row count that the instruction produces, as the last element of output 0.
     pub defines_count: Option<u32>,
     /// If this is the index of a row count, the instruction runs only if the rows of that count were evicted.
     pub predicate: Option<u32>,
-    /// Arena requests that are made before the instruction, for dynamic buffers that it is the first to use.
+    /// Arena requests that are made before the instruction: those for dynamic buffers that no earlier instruction uses.
     pub requests: Box<[DynamicAlloc]>,
     /// Arena requests that end after the instruction.
     pub releases: Box<[DynamicFree]>,
 }
 
 impl Instruction {
-    /// The instruction's operation, layer and micro-batch, as text for errors.
+    /// Returns the instruction's operation, layer and micro-batch, as text for errors.
     pub fn describe(&self) -> String {
         let layer = if self.layer.is_empty() { "the model" } else { &self.layer };
         format!("{} in {layer}, micro-batch {}", self.kind.name(), self.micro_batch)
@@ -75,8 +75,8 @@ impl Instruction {
 pub struct DynamicAlloc {
     /// The id of this request.
     pub request: RequestId,
-    /// The request whose id instructions use to look up the buffer's offset. It differs from `request` if the rows were
-    /// evicted.
+    /// The request whose id instructions use to look up the buffer's offset. If the rows were evicted, this is not the
+    /// id in `request`.
     pub slot: RequestId,
     /// Index of the row count.
     pub count: u32,
@@ -143,7 +143,10 @@ pub struct CompiledProgram {
 }
 
 impl CompiledProgram {
-    /// Returns the address of an input. Returns an error if the input's type or number of elements differs from that of
+    /// Returns the address of an input.
+    ///
+    /// # Errors
+    /// Returns an error if there is no such input, or if the input's type or number of elements differs from that of
     /// `data`.
     pub fn input_for<T: Element>(&self, name: &str, micro_batch: u32, data: &[T]) -> Result<&Address> {
         let found = self.inputs.iter().find(|input| input.name == name && input.micro_batch == micro_batch);
@@ -156,7 +159,10 @@ impl CompiledProgram {
         Ok(address)
     }
 
-    /// Returns the output of this name. The error for an unknown name suggests the most similar one.
+    /// Returns the output of this name.
+    ///
+    /// # Errors
+    /// If no output has this name, returns an error that suggests the most similar name.
     pub fn output(&self, name: &str) -> Result<&BoundTensor> {
         let found = self.outputs.iter().find(|output| output.name == name);
         found.ok_or_else(|| unknown(name, self.outputs.iter().map(|output| output.name.as_str())))
@@ -174,8 +180,8 @@ pub struct Persistent {
     pub spec: Spec,
     /// Its contents before the first step.
     pub fill: Initializer,
-    /// Whether an instruction of this rank changes the tensor. If not, the tensor may be received from the rank that
-    /// changes it.
+    /// Whether an instruction of this rank changes the tensor. If not, another rank may change the tensor and send it
+    /// to this rank.
     pub changes_here: bool,
 }
 
@@ -186,7 +192,7 @@ impl BoundTensor {
     }
 }
 
-/// Returns the error for an unknown name. It suggests the most similar existing name.
+/// Returns the error for an unknown name. The error suggests the most similar existing name.
 pub(crate) fn unknown<'n>(name: &str, names: impl Iterator<Item = &'n str>) -> Error {
     let common = |other: &&str| other.bytes().zip(name.bytes()).take_while(|(a, b)| a == b).count();
     let nearest = names.max_by_key(common).unwrap_or("none, as there are no tensors").to_owned();

@@ -25,7 +25,7 @@ pub const ALIGNMENT: u64 = 64;
 pub struct Lifetimes<'p> {
     pub problem: Problem,
     pub labels: Vec<&'p Label>,
-    /// `of[program][buffer]` is the buffer's index in the problem.
+    /// `problem_index[program][buffer]` is the buffer's index in the problem.
     pub problem_index: Vec<Vec<usize>>,
     /// The range of ticks of every program.
     pub spans: Vec<Range<u64>>,
@@ -100,8 +100,8 @@ pub fn lifetimes<'p>(programs: &[&'p Program]) -> Result<Lifetimes<'p>> {
     Ok(Lifetimes { problem: Problem::new(buffers)?, labels, problem_index, spans })
 }
 
-/// Returns the lifetime of each cache. It begins with the first program that names the cache and ends with the last
-/// one, because these programs may run in any order and any number of times.
+/// Returns the lifetime of each cache. A lifetime begins with the first program that names the cache and ends with the
+/// last such program, because these programs may run in any order and any number of times.
 fn cache_lifetimes<'p>(programs: &[&'p Program], spans: &[Range<u64>]) -> HashMap<&'p str, Range<u64>> {
     let mut lifetimes: HashMap<&str, Range<u64>> = HashMap::new();
     for (program, span) in programs.iter().zip(spans) {

@@ -32,7 +32,7 @@ use crate::verify::verify;
 /// - [`Error::Unsound`] if a program could not run correctly.
 /// - [`Error::TooLarge`] if a program has more bytes than any machine.
 /// - [`Error::OverBudget`] if no plan was found within the planner's capacity.
-/// - [`Error::BadPlan`] if the planner has a bug.
+/// - [`Error::BadPlan`] if the plan does not pass the checker, which means that the planner has a bug.
 pub fn compile(programs: &[Program], options: &CompileOptions) -> Result<Executable> {
     programs.iter().try_for_each(verify)?;
     // Lifetimes, and the static plan.

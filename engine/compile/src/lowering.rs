@@ -19,12 +19,12 @@ pub struct Lowering<'a> {
     pub table: &'a [Vec<Action>],
     /// The rank to lower for.
     pub rank: usize,
-    /// Values that the host reads after the program. They are computed by the update or, if there is only one
-    /// micro-batch, in that micro-batch.
+    /// Values that the host reads after the program. They are computed by the update. In a program with a single
+    /// micro-batch, they may also be computed in this micro-batch.
     pub outputs: &'a [Output],
     /// Roles of persistent values that are not parameters.
     pub roles: &'a HashMap<ValueId, Role>,
-    /// The values that are recomputed in the backward.
+    /// The plan of the values that are recomputed in the backward.
     pub recomputation: &'a RematPlan,
     /// Whether received rows may be evicted before their backward. If so, rows for which the arena has no space at run
     /// time are exchanged again.
@@ -59,12 +59,12 @@ pub struct Output {
 }
 
 impl Output {
-    /// A value that every rank has at the end.
+    /// Returns an output that every rank has after the program.
     pub fn everywhere(name: impl Into<String>, value: ValueId) -> Self {
         Self { name: name.into(), value, everywhere: true }
     }
 
-    /// A value that stays on the rank that computes it.
+    /// Returns an output that only the rank that computes the value has after the program.
     pub fn local(name: impl Into<String>, value: ValueId) -> Self {
         Self { name: name.into(), value, everywhere: false }
     }

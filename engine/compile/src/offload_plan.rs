@@ -1,8 +1,8 @@
 //! Plans the file for offloaded activations in the same way as an arena.
 //!
 //! - In: programs, and their ticks.
-//! - Out: a checked offset for each [`OffloadBuffer`](super::OffloadBuffer). A buffer lives from the instruction that writes
-//!   it to the instruction that reads it back.
+//! - Out: a checked offset for each [`OffloadBuffer`](super::OffloadBuffer). A buffer lives from the instruction that
+//!   writes the buffer to the instruction that reads it back.
 //! - Never: an open file.
 
 use std::ops::Range;
@@ -24,15 +24,15 @@ pub struct HostPlan {
     pub problem: Problem,
     /// The plan, which has passed the checker.
     pub solution: Solution,
-    /// Offsets by program and buffer.
+    /// The offset of each buffer in the file: `offsets[program][buffer]`.
     pub(crate) offsets: Vec<Vec<u64>>,
 }
 
 /// Plans the offload file of `programs`. `spans` holds the range of ticks of each program.
 ///
 /// # Errors
-/// Returns an error if the live bytes exceed `u64`, and [`Error::BadPlan`](crate::Error::BadPlan) if the planner has a
-/// bug.
+/// Returns an error if the live bytes exceed `u64`. Returns [`Error::BadPlan`](crate::Error::BadPlan) if the plan does
+/// not pass the checker, which means that the planner has a bug.
 pub(super) fn plan_host(programs: &[Program], spans: &[Range<u64>], options: &Options) -> Result<HostPlan> {
     let mut buffers: Vec<Buffer> = Vec::new();
     for (program, span) in programs.iter().zip(spans) {

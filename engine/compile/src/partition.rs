@@ -61,9 +61,9 @@ pub fn parameter_stages(graph: &Graph) -> ParameterStages {
     stages
 }
 
-/// Assigns the forward nodes of another graph of the same model to stages, so that every parameter is read in a stage
-/// that already reads it. Each node goes to the earliest stage that reads the node's parameters and does not precede
-/// the stages of earlier nodes.
+/// Assigns the forward nodes of another graph of the same model to stages. `stages` lists the stages that already read
+/// each parameter. A node goes to the earliest listed stage of its parameters that does not precede the stages of
+/// earlier nodes. A node without such a stage goes to the stage of the node before it.
 pub fn partition_like(graph: &mut Graph, stages: &ParameterStages) {
     let nodes: Vec<NodeId> = graph.node_ids().collect();
     let mut stage = StageId(0);
@@ -129,8 +129,8 @@ fn balanced(graph: &Graph, stages: usize) -> Result<Vec<usize>> {
         flops.push(of_node.saturating_add(flops[flops.len() - 1]));
     }
     let bytes_at = |k: usize| if k == 0 || k == work.len() { 0 } else { crossing[work[k]] };
-    // The forward and two gradients take three times the operations. Activations are sent in one direction, and their
-    // gradients in the other.
+    // The forward and the two gradients together take three times the operations of the forward. Activations are sent
+    // in one direction, and their gradients in the opposite direction.
     let arithmetic = |from: usize, to: usize| (flops[to] - flops[from]).saturating_mul(3);
     let cost = |from: usize, to: usize| {
         arithmetic(from, to).saturating_add((2 * FLOPS_PER_BYTE).saturating_mul(bytes_at(from) + bytes_at(to)))
@@ -169,8 +169,8 @@ fn balanced(graph: &Graph, stages: usize) -> Result<Vec<usize>> {
     Ok(starts.split_off(1))
 }
 
-/// Returns for each node the bytes that would cross a stage boundary before it: values computed before the node and
-/// read at it or later.
+/// Returns for each node the bytes that would cross a stage boundary right before that node. These are the values that
+/// are computed before the node, and read by the node or by a later one.
 fn crossing_bytes(graph: &Graph) -> Vec<u64> {
     let mut last_read = vec![0; graph.values().len()];
     for (index, node) in graph.nodes().iter().enumerate() {

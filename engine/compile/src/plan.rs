@@ -7,7 +7,7 @@ use crate::error::{Error, Result};
 /// Makes a plan and checks it.
 ///
 /// # Errors
-/// Returns [`Error::BadPlan`] if the planner has a bug.
+/// Returns [`Error::BadPlan`] if the plan does not pass the checker, which means that the planner has a bug.
 pub fn planned(problem: &Problem, options: &Options) -> Result<Solution> {
     let solution = plan(problem, options);
     check(problem, &solution.offsets, Some(solution.height)).map_err(|violations| Error::BadPlan {

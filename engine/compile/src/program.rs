@@ -16,7 +16,7 @@ use gapless_parallel::{Action, Kind, Rates};
 pub struct BufferId(pub(crate) u32);
 
 impl BufferId {
-    /// The id as a table index.
+    /// Returns the id as a table index.
     pub fn index(self) -> usize {
         self.0 as usize
     }
@@ -27,14 +27,13 @@ impl BufferId {
 pub struct OffloadId(pub(crate) u32);
 
 impl OffloadId {
-    /// The id as a table index.
+    /// Returns the id as a table index.
     pub fn index(self) -> usize {
         self.0 as usize
     }
 }
 
-/// A range of the offload file. It holds an activation from the instruction that writes it to the instruction that
-/// reads it.
+/// A range of the offload file. It holds an activation from the copy out of the arena to the copy back into the arena.
 #[derive(Debug, Clone)]
 pub struct OffloadBuffer {
     /// Size in bytes.
@@ -103,7 +102,8 @@ pub enum BufferKind {
         spec: Spec,
     },
     /// The buffer carries its contents from one run of a program to the next. All programs that declare the same name
-    /// share it. Other programs may use the bytes of the buffer before the first and after the last of these programs.
+    /// share the buffer. Programs that come before the first or after the last of these programs may use the bytes of
+    /// the buffer.
     Cache,
     /// An input: the host writes it before the program starts.
     Input,
@@ -127,12 +127,12 @@ pub struct Operand {
 }
 
 impl Operand {
-    /// An operand that is a value, with the value's layout in the buffer of its root.
+    /// Returns an operand that is a value, with the value's layout in the buffer of its root.
     pub fn new(buffer: BufferId, value: &Value) -> Self {
         Self { buffer, layout: value.layout.clone(), dtype: value.spec.dtype, overwritten_by: None, widened: None }
     }
 
-    /// An operand that is a single f32.
+    /// Returns an operand that is a single f32.
     pub fn scalar(buffer: BufferId) -> Self {
         Self { buffer, layout: Layout::contiguous(()), dtype: DType::F32, overwritten_by: None, widened: None }
     }
@@ -143,7 +143,8 @@ impl Operand {
 pub struct Message {
     /// The other rank.
     pub peer: usize,
-    /// Identifies the message. The tag is the same on both ranks, and unique among the messages in flight between them.
+    /// Identifies the message. Both ranks use the same tag. It is unique among the messages in flight between these two
+    /// ranks.
     pub tag: Tag,
     /// Index of the request in its program.
     pub request: usize,
@@ -158,12 +159,12 @@ pub enum InstrKind {
     Send(Message),
     /// Starts receiving into output 0, which must not be used until the matching wait.
     Receive(Message),
-    /// Waits for a send or receive to complete; input 0 is the tensor sent or received.
+    /// Waits for a send or receive to complete. Input 0 is the tensor that is sent or received.
     Wait(Message),
     /// Starts a collective. The second field is the index of its request. The operands must not be used until the
     /// matching `Finish`.
     Collective(Collective, usize),
-    /// Waits for the collective with this request; its inputs are all operands of the collective.
+    /// Waits for the collective with this request. The inputs are all operands of the collective.
     Finish(usize),
     /// Copies input 0 from the arena to the offload file.
     Offload(OffloadId),
@@ -177,7 +178,7 @@ pub enum InstrKind {
 }
 
 impl InstrKind {
-    /// The name that reports and errors use.
+    /// Returns the name that reports and errors use.
     pub fn name(&self) -> &'static str {
         match self {
             Self::Compute(op) => op.name(),
@@ -234,7 +235,8 @@ pub struct IoTensor {
     pub spec: Spec,
 }
 
-/// A list of instructions over buffers. The position of a buffer's uses in this list defines its lifetime.
+/// A list of instructions over buffers. The positions at which a buffer is used in this list define the buffer's
+/// lifetime.
 #[derive(Debug, Clone, Default)]
 pub struct Program {
     /// Name: `train`, `evaluate`, ….
@@ -257,8 +259,8 @@ pub struct Program {
     pub offload: Vec<OffloadBuffer>,
 }
 
-/// Consecutive instructions that belong together, e.g. `0F3`. They are an action with its messages, or work that is
-/// done once per step. An action has several parts if a pass has moved other instructions into the middle of it.
+/// Consecutive instructions that belong together, e.g. `0F3`: an action with its messages, or work that is done once
+/// per step. An action has several parts if a pass has moved other instructions into the middle of the action.
 #[derive(Debug, Clone)]
 pub struct Part {
     /// The instructions of the part.
@@ -308,12 +310,13 @@ impl Instr {
         }
     }
 
-    /// Shapes and types of operands, as the methods of operations take them.
+    /// Returns the shapes and types of operands, as the methods of operations take them.
     pub fn specs(operands: &[Operand]) -> Vec<Spec> {
         operands.iter().map(|o| Spec { shape: o.layout.shape().clone(), dtype: o.dtype }).collect()
     }
 
-    /// Floating-point operations of the instruction. An instruction that runs only if rows were evicted counts as 0.
+    /// Returns the floating-point operations of the instruction. An instruction that runs only if rows were evicted
+    /// counts as 0.
     pub fn flops(&self) -> u64 {
         match &self.kind {
             InstrKind::Compute(op) if self.predicate.is_none() => {
@@ -323,8 +326,8 @@ impl Instr {
         }
     }
 
-    /// Modelled time of the instruction on a device. It is 0 for messages, offload copies, and instructions that run
-    /// only if rows were evicted.
+    /// Returns the modelled time of the instruction on a device. It is 0 for messages, offload copies, and instructions
+    /// that run only if rows were evicted.
     pub fn nanoseconds(&self, rates: &Rates) -> u64 {
         match &self.kind {
             InstrKind::Compute(op) if self.predicate.is_none() => {
@@ -337,7 +340,7 @@ impl Instr {
 }
 
 impl Program {
-    /// The activity of each instruction.
+    /// Returns the activity of each instruction.
     pub(crate) fn activities(&self) -> Vec<Activity> {
         let mut activities = vec![Activity::Update; self.instrs.len()];
         for part in &self.parts {
@@ -361,17 +364,17 @@ impl Program {
         activities
     }
 
-    /// Floating-point operations of one run.
+    /// Returns the floating-point operations of one run.
     pub fn flops(&self) -> u64 {
         self.flops_of(0..self.instrs.len())
     }
 
-    /// Floating-point operations spent on recomputation in one run.
+    /// Returns the floating-point operations spent on recomputation in one run.
     pub fn rematerialized_flops(&self) -> u64 {
         sum(self.instrs.iter().filter(|instr| instr.rematerialized))
     }
 
-    /// Modelled time of one run on a device, and the part of that time that is spent on recomputation.
+    /// Returns the modelled time of one run on a device, and the part of that time that is spent on recomputation.
     pub fn nanoseconds(&self, rates: &Rates) -> [u64; 2] {
         let time = |instrs: &mut dyn Iterator<Item = &Instr>| {
             instrs.map(|instr| instr.nanoseconds(rates)).fold(0, u64::saturating_add)
@@ -379,8 +382,8 @@ impl Program {
         [time(&mut self.instrs.iter()), time(&mut self.instrs.iter().filter(|instr| instr.rematerialized))]
     }
 
-    /// Floating-point operations of every action, in the order in which actions start. The simulator derives durations
-    /// from them.
+    /// Returns the floating-point operations of every action, in the order in which actions start. The simulator
+    /// derives durations from them.
     pub fn action_flops(&self) -> Vec<(Action, u64)> {
         let mut flops: Vec<(Action, u64)> = Vec::new();
         for part in &self.parts {

@@ -6,7 +6,7 @@ use gapless_parallel::{Action, Kind};
 use super::lifetimes::lifetimes;
 use crate::program::{Part, Program};
 
-/// The peak of live bytes, computed as the planner's lower bound.
+/// Returns the peak of live bytes, computed as the planner's lower bound.
 pub fn peak(program: &Program) -> u64 {
     lower_bound(&lifetimes(&[program]).unwrap().problem)
 }

@@ -1,5 +1,5 @@
-//! Verifies that a program can run correctly. It checks every property on which kernels, messages and the runtime rely,
-//! as far as the plan does not guarantee it.
+//! Verifies that a program can run correctly. The checks cover every property on which kernels, messages and the
+//! runtime rely and that the plan does not guarantee.
 //!
 //! - In: programs, which a user may have changed, with operations ([`Op`](gapless_graph::Op)) that may describe
 //!   themselves wrongly.

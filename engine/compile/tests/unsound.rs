@@ -1,4 +1,5 @@
-//! Programs that a user has changed. None of them compiles if its tensors would not have their own memory.
+//! Programs that a user has changed. If a change would let two tensors share memory that each of them needs, the
+//! program does not compile.
 #![forbid(unsafe_code)]
 
 use std::sync::Arc;

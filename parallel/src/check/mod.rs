@@ -17,8 +17,9 @@ pub enum Sends {
     Buffered,
     /// A send lasts until its receiver reaches the receive. In a table without communication, it lasts until the
     /// receiver reaches the action that needs the message. Orders in which two neighbours send to each other first, as
-    /// in 1F1B, deadlock with such sends; [`crate::communicate`] places the receives so that they don't. A table that
-    /// passes needs no tags either: between two ranks, messages are received in the order in which they are sent.
+    /// in 1F1B, deadlock with such sends. [`crate::communicate`] places the receives so that this does not happen. A
+    /// table that passes the check with such sends needs no tags either: between two ranks, messages are received in
+    /// the order in which they are sent.
     Blocking,
 }
 
@@ -47,7 +48,7 @@ pub enum Violation {
     Deadlock { rank: usize, at: Cell, sends: Sends },
 }
 
-/// Returns all violations of a table for `stages` stages and `micro_batches` micro-batches. The list is empty if the
+/// Returns all violations of a table for `stages` stages and `micro_batches` micro-batches. If the list is empty, the
 /// table can be used for training.
 ///
 /// A table without sends and receives is assumed to send right after an action and to receive right before one. A table
@@ -106,7 +107,7 @@ fn communication_kind(cell: &Cell) -> Option<CommunicationKind> {
 }
 
 impl Table {
-    /// All cells with their rank. An overlapped pair counts as its two actions.
+    /// Returns all cells with their rank. An overlapped pair counts as its two actions.
     fn cells(&self) -> impl Iterator<Item = (usize, Cell)> {
         let row = |(rank, row): (usize, &Vec<Cell>)| {
             let parts: Vec<(usize, Cell)> = row.iter().flat_map(parts).map(|cell| (rank, cell)).collect();
@@ -173,8 +174,8 @@ impl Table {
         }
     }
 
-    /// Checks that every send has its receive and every receive its send. If the table has waits, every send must have
-    /// its wait.
+    /// Checks that every send has a matching receive, and every receive a matching send. If the table has waits, every
+    /// send must have a matching wait.
     fn check_pairs(&self, violations: &mut Vec<Violation>) {
         let there: BTreeSet<Cell> = self.rows.iter().flatten().copied().collect();
         let waits = [CommunicationKind::WaitSendForward, CommunicationKind::WaitSendBackward];
@@ -202,7 +203,7 @@ impl Table {
         [SendForward, ReceiveForward, SendBackward, ReceiveBackward].iter().any(|kind| self.kinds.contains(kind))
     }
 
-    /// The stage from which an action receives its input, if any.
+    /// Returns the stage from which an action receives its input, if any.
     fn source(&self, action: Action) -> Option<StageId> {
         match action.kind {
             Kind::Forward => action.stage.0.checked_sub(1).map(StageId),

@@ -1,4 +1,4 @@
-//! Checks that each cell comes after all cells that it depends on, as far as these are on the same rank.
+//! Checks the dependencies between cells of the same rank: each cell must come after the cells on which it depends.
 
 use std::collections::BTreeSet;
 
@@ -6,7 +6,7 @@ use super::{Table, Violation, parts};
 use crate::{Action, Cell, Communication, CommunicationKind, Kind, StageId};
 
 impl Table {
-    /// Checks that each cell comes after all cells of its rank that it depends on.
+    /// Checks that each cell comes after the cells of the same rank on which it depends.
     pub(super) fn order(&self, violations: &mut Vec<Violation>) {
         for (rank, row) in self.rows.iter().enumerate() {
             let mut done = BTreeSet::new();
@@ -31,7 +31,7 @@ impl Table {
         }
     }
 
-    /// Returns the dependencies of a cell. Each is a list of cells, any one of which satisfies it.
+    /// Returns the dependencies of a cell. Each dependency is a list of cells, and any one of these cells satisfies it.
     fn needs(&self, rank: usize, cell: Cell) -> Vec<Vec<Cell>> {
         match cell {
             Cell::One(action) => self.needs_of_action(rank, action),
@@ -64,7 +64,7 @@ impl Table {
         own.into_iter().chain(received).collect()
     }
 
-    /// If weights are fetched at all, a stage may compute only while its rank holds its weights.
+    /// Checks, if weights are fetched at all, that a stage computes only while its rank holds the weights of the stage.
     fn hold(&self, cell: Cell, held: &mut BTreeSet<StageId>, late: &mut impl FnMut(Cell, Cell)) {
         use CommunicationKind::{Reshard, Unshard};
         match cell {
@@ -103,7 +103,7 @@ fn needs_of_communication(communication: Communication) -> Option<Vec<Cell>> {
     .filter(|needs: &Vec<Cell>| !needs.is_empty())
 }
 
-/// True if some cells of the same stage must not come after this one.
+/// True if this cell must come after certain other cells of its stage ([`must_precede`]).
 fn ends_a_stage(cell: Cell) -> bool {
     match cell {
         Cell::Update(_) => true,

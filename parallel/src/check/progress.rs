@@ -71,8 +71,8 @@ impl Table {
         violations.extend(stuck.map(|(rank, at)| Violation::Deadlock { rank, at, sends }));
     }
 
-    /// Returns the steps of a cell: first it takes over inputs from this rank and receives, then it computes, then it
-    /// sends. Messages that the table contains are separate cells, and are left out here.
+    /// Returns the steps of a cell, in four groups: taking over inputs from this rank, receiving, computing, sending.
+    /// Messages that the table contains are separate cells, so they are left out here.
     fn steps(&self, rank: usize, cell: Cell) -> Vec<Step> {
         if let Cell::Communicate(communication) = cell {
             return message_step(communication).into_iter().collect();

@@ -3,7 +3,8 @@
 use super::label;
 use crate::Timeline;
 
-/// Most characters of a line that is not folded. Longer timelines are drawn with narrower ticks and cut labels.
+/// Maximum number of characters of a line that is not folded. Longer timelines are drawn with narrower ticks and cut
+/// labels.
 const LONGEST_LINE: u128 = 20_000;
 
 impl Timeline {
@@ -36,7 +37,7 @@ impl Timeline {
         (0..parts).map(part).collect()
     }
 
-    /// The line of one rank, which is cut every `room` characters.
+    /// Returns the line of one rank, which is cut every `room` characters.
     fn line(&self, rank: usize, scale: &Scale, room: usize) -> Vec<char> {
         let mut line = vec![' '; scale.column(self.makespan())];
         let idle = |line: &mut Vec<char>, start, end| {
@@ -52,7 +53,7 @@ impl Timeline {
             borders.for_each(|border| line[border] = '…');
             // A box of more than one character ends with a blank, which separates it from the next box.
             let last = if end > start + 1 { end - 1 } else { end };
-            // A label that a fold would cut moves past the fold if there is room for it.
+            // A label that a fold would cut moves past the fold if the rest of the box has room for the label.
             let fits_before = last <= cut || start + label.len() <= cut;
             let (from, to) = match fits_before {
                 true => (start, last),

@@ -6,8 +6,8 @@ use super::label;
 use crate::{Cell, Kind, Timeline};
 
 impl Timeline {
-    /// Writes one track per rank, and one counter per rank of the activations alive. A tick is shown as a microsecond.
-    /// Communication that takes no time is shown as an instant.
+    /// Returns a trace with one track per rank, and one counter per rank for the number of live activations. A tick is
+    /// shown as a microsecond. Communication that takes no time is shown as an instant.
     pub fn trace(&self) -> String {
         let mut events = Vec::new();
         for (rank, spans) in self.ranks.iter().enumerate() {

@@ -18,7 +18,8 @@ use crate::{Action, Cell, Costs, Durations, Error, Kind, simulate};
 pub struct Automatic {
     /// Costs per stage for which the order is searched. A single entry holds for all stages.
     pub costs: Vec<Costs>,
-    /// Most activations alive on any rank, in chunks of one micro-batch. The default is V · P, the peak of 1F1B.
+    /// The maximum number of activations alive on any rank, in chunks of one micro-batch. The default is V · P, the
+    /// peak of 1F1B.
     pub peak: Option<u32>,
     /// The assignment of stages to ranks.
     pub placement: Placement,
@@ -72,7 +73,7 @@ impl Schedule for Automatic {
 }
 
 impl Automatic {
-    /// The rule-based schedules of the same placement that split backwards.
+    /// Returns the rule-based schedules of the same placement that split backwards.
     fn rules(&self) -> Vec<Box<dyn Schedule>> {
         match self.placement {
             Placement::V => vec![Box::new(Zbv), Box::new(VHalf), Box::new(VMin)],
@@ -85,13 +86,13 @@ impl Automatic {
 #[derive(Debug, Clone, Copy)]
 struct Policy {
     first: First,
-    /// Among actions of one kind: true if those of the stage nearer to the loss come first, false if those of the
-    /// earlier micro-batch do.
+    /// The order of actions of one kind. If true, stages nearer to the loss come first. If false, earlier micro-batches
+    /// come first.
     deeper_first: bool,
-    /// A weight gradient is taken if every other action of the rank is known to start no sooner than this many thirds
-    /// of the weight gradient's duration from now.
+    /// A weight gradient is taken if no other action of the rank is known to start within `patience` thirds of the
+    /// weight gradient's duration from now.
     patience: u64,
-    /// The cap on the forwards of a rank before its first backward: the limit itself, as in ZB-H2, or as in 1F1B.
+    /// The rule that caps the number of forwards of a rank before its first backward.
     warm_up: WarmUp,
 }
 
@@ -144,7 +145,7 @@ struct GreedyOrders<'a> {
     limit: u32,
     policy: Policy,
     ranks: Vec<Rank>,
-    /// The next action of each rank with its start; `None` if it is not known yet.
+    /// The next action of each rank, and the tick at which it starts. `None` if the next action is not known yet.
     next: Vec<Option<(u64, Action)>>,
 }
 
@@ -155,7 +156,7 @@ struct Rank {
     live: u32,
     forwards: u32,
     backwards: u32,
-    /// Actions whose inputs are known, with the tick from which on each can run.
+    /// Actions whose inputs arrive at known ticks, each with the tick from which on the action can run.
     able: BTreeMap<Action, u64>,
 }
 
@@ -201,7 +202,7 @@ impl<'a> GreedyOrders<'a> {
         Some((start, action))
     }
 
-    /// Sort key of an action. The action with the smallest key comes first.
+    /// Returns the sort key of an action. The action with the smallest key comes first.
     fn preference(&self, rank: &Rank, action: Action) -> (bool, u32, u32) {
         let is_forward = action.kind == Kind::Forward;
         let wants_forward = match self.policy.first {

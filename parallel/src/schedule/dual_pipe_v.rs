@@ -1,6 +1,6 @@
 //! DualPipeV, the "cut-in-half" of DeepSeek-AI's DualPipe (arXiv 2412.19437, section 3.2.1). It has ZBV's placement.
-//! The forward of one chunk runs at the same time as the backward of the other, so that the computation of each hides
-//! the communication of the other.
+//! The forward of one chunk runs at the same time as the backward of another chunk. So the computation of each pass
+//! hides the communication of the other pass.
 
 use super::rank_order::RankOrder;
 use super::{Placement, Schedule, Shape};

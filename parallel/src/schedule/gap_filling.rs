@@ -1,9 +1,9 @@
-//! Orders that are grown on all ranks, with weight gradients in the gaps. This is the common part of the searches of Qi
-//! et al. (arXiv 2401.10241, sections 3 and 6).
+//! Orders that are grown on all ranks, with weight gradients in the gaps. This is the common part of the two searches
+//! of Qi et al. (arXiv 2401.10241, sections 3 and 6).
 //!
-//! In: for each step, the stage that runs its next forward or input gradient. Out: every rank's order, and how long
-//! each rank waited. The caller doesn't place weight gradients. They go where a rank would wait, where they have to
-//! free memory, or to the end.
+//! In: for each step of the growth, the stage whose next forward or input gradient is added. Out: every rank's order,
+//! and how long each rank waited. The caller doesn't place weight gradients. They go into gaps in which a rank would
+//! wait, to places where they have to free memory, or to the end.
 
 use std::collections::VecDeque;
 
@@ -12,9 +12,9 @@ use crate::{Action, Costs, Durations, Kind};
 
 /// The memory that a forward keeps on its rank until the gradients are computed, in any unit.
 ///
-/// The limit of the searches counts forwards. Each input gradient frees its part of a forward's memory, and each weight
-/// gradient frees the rest. With [`Saved::WEIGHT`], everything is kept until the weight gradient, like 1F1B keeps
-/// everything until the whole backward.
+/// The limit of the searches is a number of forwards. Each input gradient frees its part of a forward's memory, and
+/// each weight gradient frees the rest. With [`Saved::WEIGHT`], everything is kept until the weight gradient, as 1F1B
+/// keeps everything until the whole backward.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Saved {
     /// The part that the input gradient frees.
@@ -48,7 +48,7 @@ pub(super) struct Setting<'a> {
     pub shape: &'a Shape,
     pub placement: Placement,
     pub saved: Saved,
-    /// The limit: most activations alive on a rank, in forwards.
+    /// The limit: the maximum number of activations alive on a rank, in forwards.
     pub peak: u32,
 }
 
@@ -58,7 +58,7 @@ pub(super) struct PartialOrders<'a> {
     ranks: Vec<Rank>,
     /// Ends of the forwards and of the input gradients of each stage, indexed by micro-batch.
     ends: [Vec<Vec<u64>>; 2],
-    /// Ticks that each rank may wait in all without loss, because another rank waits that long anyway.
+    /// By rank: the ticks that the rank may wait in all without loss, because another rank waits that long anyway.
     lent: Vec<u64>,
 }
 
@@ -92,7 +92,7 @@ impl<'a> PartialOrders<'a> {
         Self { setting, ranks, ends: [stages.clone(), stages], lent }
     }
 
-    /// Number of forwards or input gradients of `stage` so far.
+    /// Returns the number of forwards or input gradients of `stage` so far.
     pub fn done(&self, kind: Kind, stage: u32) -> u32 {
         self.ends_of(kind, stage).len() as u32
     }
@@ -146,7 +146,8 @@ impl<'a> PartialOrders<'a> {
         Some(())
     }
 
-    /// Adds weight gradients in the time during which the rank would wait for the next action of `stage`.
+    /// Runs pending weight gradients while the rank would otherwise wait for the input of the next action of `stage`.
+    /// `overrun` says whether one may run past the end of the gap.
     pub fn fill_gap(&mut self, kind: Kind, stage: u32, overrun: Overrun) {
         let Some(arrival) = self.arrival(kind, stage) else { return };
         let owner = self.owner(stage);
@@ -169,19 +170,19 @@ impl<'a> PartialOrders<'a> {
         while self.put_weight(rank as usize).is_some() {}
     }
 
-    /// Ticks that this rank can wait without becoming the rank that waits longest.
+    /// Returns the ticks that this rank can wait without becoming the rank that waits longest.
     pub fn affordable(&self, rank: u32) -> u64 {
         let rank = rank as usize;
         self.longest_wait().max(self.lent[rank]) - self.ranks[rank].waited
     }
 
-    /// Number of further forwards that fit within the limit.
+    /// Returns the number of further forwards that fit within the limit.
     pub fn room(&self, rank: u32) -> u64 {
         let free = self.limit() - self.ranks[rank as usize].live;
         free.checked_div(self.setting.saved.total()).unwrap_or(u64::MAX)
     }
 
-    /// Ticks of the weight gradients that must run before another forward fits.
+    /// Returns the ticks of the weight gradients that must run before another forward fits.
     pub fn room_ticks(&self, rank: u32) -> u64 {
         let Rank { live, pending, .. } = &self.ranks[rank as usize];
         let over = (live + self.setting.saved.total()).saturating_sub(self.limit());
@@ -190,27 +191,27 @@ impl<'a> PartialOrders<'a> {
         pending.iter().zip(needed).map(|(&weight, _)| self.setting.costs.action(weight)).sum()
     }
 
-    /// The tick at which the rank has finished all actions added so far.
+    /// Returns the tick at which the rank has finished all actions added so far.
     pub fn free(&self, rank: u32) -> u64 {
         self.ranks[rank as usize].free
     }
 
-    /// Ticks that each rank waited since its first action.
+    /// Returns the ticks that each rank waited since its first action.
     pub fn waits(&self) -> Vec<u64> {
         self.ranks.iter().map(|rank| rank.waited).collect()
     }
 
-    /// The longest wait of a rank since its first action.
+    /// Returns the longest wait of a rank since its first action.
     pub fn longest_wait(&self) -> u64 {
         self.ranks.iter().map(|rank| rank.waited).max().unwrap_or_default()
     }
 
-    /// The longest time from a rank's first action to the end of its last.
+    /// Returns the longest time from a rank's first action to the end of its last.
     pub fn longest_span(&self) -> u64 {
         self.ranks.iter().map(|rank| rank.free - rank.begun).max().unwrap_or_default()
     }
 
-    /// Every rank's order.
+    /// Returns every rank's order.
     pub fn rows(self) -> Vec<Vec<Action>> {
         self.ranks.into_iter().map(|rank| rank.row).collect()
     }

@@ -55,7 +55,8 @@ pub(super) fn chunk_turns(shape: &Shape, group: u32) -> Vec<u32> {
     sizes.flat_map(|size| (0..shape.chunks).flat_map(move |chunk| (0..size).map(move |_| chunk))).collect()
 }
 
-/// Number of forwards before the first backward. `offset` of them are due to the rank's distance from the last rank.
+/// Returns the number of forwards before the first backward. `offset` of them are due to the rank's distance from the
+/// last rank.
 pub(super) fn warm_up(shape: &Shape, group: u32, offset: u32) -> usize {
     ((shape.chunks - 1) * group + offset).min(shape.chunks * shape.micro_batches) as usize
 }
@@ -70,8 +71,8 @@ pub(super) fn round_size(schedule: &'static str, shape: &Shape) -> Result<u32, E
     }
 }
 
-/// Checks R. With a group smaller than the pipeline, micro-batches would get back to the first rank before its next
-/// chunk has its turn.
+/// Checks R. If a group were smaller than the pipeline, a micro-batch would get back to the first rank before that rank
+/// starts with its next chunk.
 fn checked_group(schedule: &'static str, shape: &Shape, group: u32) -> Result<u32, Error> {
     let &Shape { ranks, micro_batches, .. } = shape;
     if group == 0 {

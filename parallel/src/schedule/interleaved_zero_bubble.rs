@@ -21,7 +21,7 @@ impl Schedule for InterleavedZeroBubble {
     }
 }
 
-/// Every rank's order, for rounds of `group` micro-batches.
+/// Returns every rank's order, for rounds of `group` micro-batches.
 pub(super) fn table(shape: &Shape, group: u32) -> Result<Vec<Vec<Action>>, Error> {
     let chunks = chunk_turns(shape, group);
     let rank = |r: u32| {

@@ -62,7 +62,7 @@ pub enum Placement {
 }
 
 impl Placement {
-    /// The stage that is chunk `chunk` of rank `rank`, in a pipeline of `ranks` ranks.
+    /// Returns the stage that is chunk `chunk` of rank `rank`, in a pipeline of `ranks` ranks.
     pub fn stage(self, ranks: u32, rank: u32, chunk: u32) -> u32 {
         match self {
             Self::V if chunk % 2 == 1 => (chunk + 1) * ranks - 1 - rank,
@@ -70,7 +70,7 @@ impl Placement {
         }
     }
 
-    /// The rank that runs `stage`, in a pipeline of `ranks` ranks.
+    /// Returns the rank that runs `stage`, in a pipeline of `ranks` ranks.
     pub fn owner(self, ranks: u32, stage: u32) -> u32 {
         match (self, stage / ranks, stage % ranks) {
             (Self::V, chunk, place) if chunk % 2 == 1 => ranks - 1 - place,
@@ -85,7 +85,7 @@ impl Placement {
 /// ```
 /// use gapless_parallel::{Action, Error, Kind, Schedule, Sends, Shape, check};
 ///
-/// /// One micro-batch after the other, so that a single one is ever alive.
+/// /// One micro-batch after the other, so that only one is alive at a time.
 /// struct OneByOne;
 ///
 /// impl Schedule for OneByOne {
@@ -105,7 +105,7 @@ impl Placement {
 /// # Ok::<(), Error>(())
 /// ```
 pub trait Schedule {
-    /// The name of the schedule on the command line and in reports.
+    /// Returns the name of the schedule on the command line and in reports.
     fn name(&self) -> &'static str;
 
     /// Returns the compute actions of each rank in order, indexed by rank.
@@ -114,7 +114,8 @@ pub trait Schedule {
     /// Returns an error if the schedule does not exist for this shape.
     fn actions(&self, shape: &Shape) -> Result<Vec<Vec<Action>>, Error>;
 
-    /// Returns the same actions as cells. Two actions that are meant to run at the same time are one cell.
+    /// Returns the actions of [`Schedule::actions`] as cells. Two actions that are meant to run at the same time are
+    /// one cell.
     ///
     /// # Errors
     /// Returns an error in the same cases as [`Schedule::actions`].
@@ -123,13 +124,13 @@ pub trait Schedule {
         Ok(rows.into_iter().map(|row| row.into_iter().map(Cell::One).collect()).collect())
     }
 
-    /// The assignment of stages to ranks.
+    /// Returns the assignment of stages to ranks.
     fn placement(&self) -> Placement {
         Placement::Loop
     }
 }
 
-/// Returns every rule-based schedule of this crate, in the order of its documentation.
+/// Returns every rule-based schedule of this crate, in the order in which the documentation lists the schedules.
 pub fn all() -> Vec<Box<dyn Schedule + Send + Sync>> {
     vec![
         Box::new(GPipe),
@@ -149,7 +150,7 @@ pub fn all() -> Vec<Box<dyn Schedule + Send + Sync>> {
     ]
 }
 
-/// The schedules that search an order for given costs. Here their costs are equal.
+/// Returns the schedules that search an order for given costs, here with equal costs.
 fn cost_based() -> [Box<dyn Schedule + Send + Sync>; 3] {
     [Box::new(Automatic::default()), Box::new(SearchedZb::default()), Box::new(SearchedZbv::default())]
 }
@@ -172,9 +173,9 @@ impl Shape {
     /// seconds.
     pub const MAX_EXTENT: u32 = 1 << 21;
 
-    /// A measure of the work of generating a table: ranks × chunks × (micro-batches + ranks). The second summand of the
-    /// last factor is needed because some rules fill and drain the pipeline with as many additional micro-batches as
-    /// there are ranks.
+    /// Returns a measure of the work of generating a table: ranks × chunks × (micro-batches + ranks). The second
+    /// summand of the last factor is needed because some rules fill and drain the pipeline with as many additional
+    /// micro-batches as there are ranks.
     pub fn extent(&self) -> u128 {
         let &Self { ranks, chunks, micro_batches } = self;
         u128::from(ranks) * u128::from(chunks) * (u128::from(micro_batches) + u128::from(ranks))

@@ -1,4 +1,4 @@
-//! The order of one rank while a generator writes it. Micro-batches are counted per stage, so that a rule only adds "a
+//! The order of one rank while a generator writes it. Micro-batches are counted per stage, so a rule only adds "a
 //! forward of this stage" and never names the micro-batch.
 
 use std::collections::{BTreeMap, VecDeque};
@@ -55,7 +55,7 @@ impl RankOrder {
         }
     }
 
-    /// Number of forwards of `stage` so far.
+    /// Returns the number of forwards of `stage` so far.
     pub fn forwards_of(&self, stage: u32) -> u32 {
         self.forwards.get(&StageId(stage)).copied().unwrap_or_default()
     }

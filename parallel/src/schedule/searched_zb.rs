@@ -1,10 +1,10 @@
 //! The automatic schedule of Qi et al. (arXiv 2401.10241, section 3): one chunk per rank, with an order that is
-//! searched for given costs and a limit on activations. With a limit of P forwards it is the authors' ZB-1p, with 2P
-//! forwards their ZB-2p.
+//! searched for given costs and a limit on activations. With a limit of P forwards, this is the authors' ZB-1p. With a
+//! limit of 2P forwards, it is their ZB-2p.
 //!
 //! First comes a warm-up that is as long as time and memory allow. Then come rounds of at most one forward and one
-//! input gradient per rank. Weight gradients go where a rank would wait or has to free memory. Three choices are open.
-//! All eight combinations are tried, and the first of the shortest orders is returned.
+//! input gradient per rank. Weight gradients go where a rank would wait or has to free memory. The rules leave three
+//! choices open (`Choices`). All eight combinations are tried, and the first of the shortest orders is returned.
 
 use super::gap_filling::{Overrun, PartialOrders, Saved, Setting};
 use super::{Placement, Schedule, Shape};
@@ -15,7 +15,7 @@ use crate::{Action, Costs, Durations, Error, Kind};
 pub struct SearchedZb {
     /// Costs per stage for which the order is searched. A single entry holds for all stages.
     pub costs: Vec<Costs>,
-    /// Most activations alive on any rank, in forwards. The default is P, the peak of 1F1B.
+    /// The maximum number of activations alive on any rank, in forwards. The default is P, the peak of 1F1B.
     pub peak: Option<u32>,
     /// The parts of a forward's activations that each gradient frees.
     pub saved: Saved,
@@ -82,7 +82,8 @@ impl<'a> Search<'a> {
         Some(search.growth)
     }
 
-    /// Adds each rank's forwards up to its first input gradient, and that input gradient.
+    /// Adds each rank's forwards up to the rank's first input gradient, and that input gradient. Returns `None` if one
+    /// of these actions cannot be added.
     fn warm_up(&mut self) -> Option<()> {
         let ranks = self.setting.shape.ranks;
         for rank in 0..ranks {
@@ -115,8 +116,8 @@ impl<'a> Search<'a> {
             }
             arrival = free.max(arrival) + costs.action(input) + costs.transfer(input);
         }
-        // Each rank runs fewer forwards than the rank before it, which would otherwise delay it. The exception is a
-        // rank that runs all forwards there are.
+        // Each rank runs fewer forwards than the rank before it. Otherwise the rank would have to wait for a forward of
+        // the rank before. A rank that runs all forwards is the exception.
         for rank in 1..further.len() {
             let before = further[rank - 1];
             let are_all = before.min(further[rank]) + 1 == shape.micro_batches;
@@ -125,7 +126,8 @@ impl<'a> Search<'a> {
         further
     }
 
-    /// Adds one input gradient of every rank, each after at most one forward.
+    /// Adds one input gradient of every rank, each after at most one forward. Returns `None` if one of these actions
+    /// cannot be added.
     fn round(&mut self) -> Option<()> {
         let Shape { ranks, micro_batches, .. } = *self.setting.shape;
         let overrun = Overrun { affordable: self.choices.eager, costly: true };

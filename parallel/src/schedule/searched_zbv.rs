@@ -2,8 +2,9 @@
 //! order for given costs and a limit on activations.
 //!
 //! First comes a warm-up that fills the V. Then come rounds of one input gradient and at most one forward per rank.
-//! Weight gradients go where a rank would wait or has to free memory. Whether weight gradients may overrun a gap is
-//! tried both ways, once for gaps before forwards and once for gaps before input gradients on the way up.
+//! Weight gradients go where a rank would wait or has to free memory. For two kinds of gaps, the search tries both with
+//! and without weight gradients that overrun the gap: gaps before forwards, and gaps before input gradients on the way
+//! up.
 //!
 //! Each attempt measures how long every rank has waited. In the next attempt, a rank that waited less than the
 //! longest-waiting rank may wait longer by the difference. This repeats as long as it helps.
@@ -18,7 +19,8 @@ pub struct SearchedZbv {
     /// Costs per stage for which the order is searched. As in the authors' code, the median of each kind of costs is
     /// used for all stages, since the warm-up assumes that all ranks are equally fast.
     pub costs: Vec<Costs>,
-    /// Most activations alive on any rank, in forwards of one chunk. The default is 2P, the peak of 1F1B.
+    /// The maximum number of activations alive on any rank, in forwards of one chunk. The default is 2P, the peak of
+    /// 1F1B.
     pub peak: Option<u32>,
     /// The parts of a forward's activations that each gradient frees.
     pub saved: Saved,
@@ -52,7 +54,7 @@ impl Schedule for SearchedZbv {
     }
 }
 
-/// The median over all stages, for each kind of costs.
+/// Returns the median over all stages, for each kind of costs.
 fn middle(costs: &[Costs]) -> Costs {
     let averaged = |ticks: fn(&Costs) -> u64| {
         let mut all: Vec<u64> = costs.iter().map(ticks).collect();
@@ -68,8 +70,8 @@ fn middle(costs: &[Costs]) -> Costs {
     }
 }
 
-/// Whether a weight gradient is run in a gap that is shorter, if waiting through the gap would make the rank the one
-/// that waits longest. There is one choice for each kind of action after the gap.
+/// Whether a weight gradient is run in a gap that is shorter than the weight gradient, if waiting through the gap would
+/// make the rank the one that waits longest. There is one choice for each kind of action after the gap.
 #[derive(Debug, Clone, Copy)]
 struct Choices {
     /// For gaps before input gradients on the way up. Before input gradients on the way down, the weight gradient is
@@ -94,8 +96,9 @@ struct Search<'a> {
 }
 
 impl<'a> Search<'a> {
-    /// Repeats the search until an attempt is no better than the one before. Each attempt uses the waiting times that
-    /// the one before has measured.
+    /// Repeats the search until an attempt is no better than the attempt before, and returns the best orders. Each
+    /// attempt uses the waiting times that the attempt before has measured. Returns `None` if the first attempt finds
+    /// no orders within the limit.
     fn improve(setting: Setting<'a>, choices: Choices) -> Option<PartialOrders<'a>> {
         let mut best = Self::run(setting, choices, Vec::new())?;
         loop {
@@ -117,9 +120,9 @@ impl<'a> Search<'a> {
         Some(search.growth)
     }
 
-    /// Adds forwards only. The first micro-batch goes down and up the ranks; while it is on other ranks, a rank runs
+    /// Adds forwards only. The first micro-batch goes down and up the ranks. While it is on other ranks, a rank runs
     /// forwards of later micro-batches. Then forwards follow until every rank has begun as many chunks as the first
-    /// rank.
+    /// rank. Returns `None` if these forwards exceed the limit.
     fn warm_up(&mut self) -> Option<()> {
         let Shape { ranks, micro_batches, .. } = *self.setting.shape;
         for rank in 0..ranks {
@@ -161,7 +164,8 @@ impl<'a> Search<'a> {
             || here[1] <= before[1] && before[1] < self.setting.shape.micro_batches
     }
 
-    /// Adds one input gradient of every rank, then at most one forward.
+    /// Adds one input gradient of every rank, then at most one forward of every rank. Returns `None` if one of these
+    /// actions cannot be added.
     fn round(&mut self) -> Option<()> {
         let ranks = self.setting.shape.ranks;
         let (ups, downs): (Vec<u32>, Vec<u32>) = (0..ranks).partition(|&rank| self.next_input_goes_up(rank));
@@ -194,7 +198,8 @@ impl<'a> Search<'a> {
         down >= up || !has_arrived && up < self.setting.shape.micro_batches
     }
 
-    /// Returns the stage of the next forward. A forward on the way up comes first as soon as its input has arrived.
+    /// Returns the stage of a rank's next forward, or `None` if no forward is due. A forward on the way up comes first
+    /// as soon as its input has arrived.
     fn next_forward(&self, rank: u32) -> Option<u32> {
         let (down, up) = (self.down(rank), self.up(rank));
         let done = |stage| self.growth.done(Kind::Forward, stage);

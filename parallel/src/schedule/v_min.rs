@@ -24,8 +24,8 @@ impl Schedule for VMin {
     }
 }
 
-/// The slots of micro-batch 0 on rank `r`. If the number of ranks is divisible by three, the turn at the last rank
-/// needs two idle slots; without them, two of the pattern's slots would coincide modulo six.
+/// Returns the slots of micro-batch 0 on rank `r`. If the number of ranks is divisible by three, the turn at the last
+/// rank needs two idle slots; without them, two of the pattern's slots would coincide modulo six.
 fn pattern(ranks: u32, r: u32) -> Pattern {
     let turn = if ranks.is_multiple_of(3) { 2 } else { 0 };
     [r, 2 * ranks - r - 1, 2 * ranks + turn + r, 4 * ranks + turn - r - 1]

@@ -54,13 +54,13 @@ impl Pass {
         matches!(self, Self::ForwardDown | Self::BackwardUp)
     }
 
-    /// Number of slots of the pass.
+    /// Returns the number of slots of the pass.
     fn length(self) -> usize {
         if self.is_forward() { 1 } else { 2 }
     }
 
-    /// The first slot of the pass for micro-batch 0. If the number of ranks is divisible by three, the turn at the last
-    /// rank needs three idle slots; without them, two of the pattern's slots would coincide modulo six.
+    /// Returns the first slot of the pass for micro-batch 0. If the number of ranks is divisible by three, the turn at
+    /// the last rank needs three idle slots; without them, two of the pattern's slots would coincide modulo six.
     fn first(self, ranks: usize, rank: usize) -> usize {
         let turn = if ranks.is_multiple_of(3) { 3 } else { 0 };
         let backward = |nth: usize| 2 * ranks + turn + 2 * nth + 3 * ((nth + [1, 0, 2][ranks % 3]) / 3);
@@ -118,7 +118,8 @@ impl Slots {
         }
     }
 
-    /// The first slot after every pass that this one depends on, and after the same pass of the micro-batch before.
+    /// Returns the first slot after every pass on which this pass depends, and after the same pass of the micro-batch
+    /// before.
     fn earliest(&self, rank: usize, pass: Pass, index: usize) -> usize {
         let end = |rank: usize, pass: Pass, index| self.ranks[rank].starts[pass as usize][index] + pass.length();
         let neighbour = if pass.descends() { rank.checked_sub(1) } else { Some(rank + 1) };
@@ -173,12 +174,14 @@ impl RankSlots {
         Self { starts, taken, live }
     }
 
-    /// Returns the first of two consecutive free slots.
+    /// Returns the first slot from `earliest` on that is free and followed by another free slot. If there is no such
+    /// slot before `start`, returns `start`.
     fn place_backward(&self, earliest: usize, start: usize) -> usize {
         (earliest..start).find(|&slot| !self.taken[slot] && !self.taken[slot + 1]).unwrap_or(start)
     }
 
-    /// Returns the first free slot from which on one more chunk can be alive without exceeding `peak`.
+    /// Returns the first free slot from `earliest` on after which one more chunk can be alive without exceeding `peak`.
+    /// If there is no such slot before `start`, returns `start`.
     fn place_forward(&self, earliest: usize, start: usize, peak: u32) -> usize {
         let full = (earliest..start).rev().find(|&slot| self.live[slot] >= peak);
         let from = full.map_or(earliest, |slot| slot + 1);

@@ -19,7 +19,7 @@ pub(super) fn unroll(shape: &Shape, pattern: fn(u32, u32) -> Pattern) -> Vec<Vec
     let mut table = Slots { ranks: ranks.collect() };
 
     // The passes are moved twice. The first time, weight gradients have slots, so that the warm-up closes up. The
-    // second time they don't, so that they don't delay the drain.
+    // second time, weight gradients have no slots, so that they don't delay the drain.
     table.fill_holes();
     table.pull_forward(Weights::Placed);
     table.run_eagerly();
@@ -54,7 +54,7 @@ impl Pass {
         matches!(self, Self::ForwardDown | Self::ForwardUp)
     }
 
-    /// The neighbour from which this pass receives, if there is one.
+    /// Returns the neighbour from which this pass receives, or `None` if it receives from no other rank.
     fn upstream(self, rank: usize, ranks: usize) -> Option<usize> {
         match self {
             Self::ForwardDown | Self::InputUp => rank.checked_sub(1),
@@ -63,7 +63,8 @@ impl Pass {
         }
     }
 
-    /// The pass of the same micro-batch on the same rank that must come before this one, if any.
+    /// Returns the pass of the same micro-batch on the same rank that must come before this pass, or `None` if there is
+    /// none.
     fn before(self) -> Option<Self> {
         match self {
             Self::ForwardDown | Self::Weight => None,
@@ -115,7 +116,7 @@ impl Slots {
         }
     }
 
-    /// All uses of slots, in order of time.
+    /// Returns all uses of slots, in order of time.
     fn uses(&self) -> Vec<Use> {
         let mut uses: Vec<Use> = self.ranks.iter().enumerate().flat_map(|(rank, slots)| slots.uses(rank)).collect();
         uses.sort_unstable();
@@ -137,7 +138,8 @@ impl Slots {
         let mut phase = Phase::WarmUp;
 
         for Use { slot, rank, pass, index } in self.uses() {
-            // The steady state begins when rank 0 finishes its first micro-batch, and ends when it starts its last one.
+            // The steady state begins when rank 0 finishes its first micro-batch, and ends when rank 0 starts its last
+            // micro-batch.
             if phase == Phase::WarmUp && pass == Pass::InputDown && rank == 0 {
                 phase = Phase::Steady;
             }
@@ -166,7 +168,7 @@ impl Slots {
         }
     }
 
-    /// The first slot that comes after everything this use depends on.
+    /// Returns the first slot that comes after everything this use depends on.
     fn earliest(&self, rank: usize, pass: Pass, index: usize) -> u32 {
         let slot = |rank: usize, pass: Pass, index: usize| self.ranks[rank].slots[pass as usize][index];
         let received = pass.upstream(rank, self.ranks.len()).map(|from| slot(from, pass, index));
@@ -208,7 +210,7 @@ impl RankSlots {
         })
     }
 
-    /// One past the last slot in use.
+    /// Returns the slot after the last slot in use.
     fn end(&self) -> u32 {
         self.slots.iter().filter_map(|slots| slots.last()).max().map_or(0, |last| last + 1)
     }
@@ -220,7 +222,7 @@ impl RankSlots {
         inputs
     }
 
-    /// The use of each slot.
+    /// Returns the use of each slot.
     fn timeline(&self) -> Vec<Option<Pass>> {
         let mut timeline = vec![None; self.end() as usize];
         for Use { slot, pass, .. } in self.uses(0) {
@@ -258,7 +260,7 @@ impl RankSlots {
         holes
     }
 
-    /// Most activations alive at once, in chunks.
+    /// Returns the maximum number of activations alive at once, in chunks.
     fn peak(&self, weights: Weights) -> i32 {
         let (mut live, mut peak, mut pending) = (0_i32, 0, 0);
         for used in self.timeline() {

@@ -2,8 +2,8 @@
 //! runs.
 //!
 //! An operation that supports dynamic rows ([`Rows`]) touches only as many rows as the row count says, so its buffers
-//! need no more. The online arena allocates them at run time. All values that share a row count are planned at their
-//! maximum size instead if one of these values is used by
+//! need no further rows. The online arena allocates these buffers at run time. All values that share a row count are
+//! planned at their maximum size instead if one of these values is used by
 //!
 //! - an operation that supports only static shapes,
 //! - another rank, or
@@ -54,8 +54,8 @@ impl RowCounts {
             }
             let offsets: HashSet<ValueId> =
                 node.inputs.iter().chain(&node.outputs).filter_map(|&id| Some(row_count(id)?.offsets)).collect();
-            // A node cannot combine rows of two counts. Besides, the runtime reads a row count from the first output of
-            // its producer only.
+            // A node cannot combine rows of two counts. Besides, the runtime reads a row count only from the first
+            // output of the node that produces the count.
             if offsets.len() > 1 {
                 refused.extend(&offsets);
             }

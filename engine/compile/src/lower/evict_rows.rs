@@ -1,14 +1,15 @@
-//! Eviction of dynamic rows. Rows are kept for the backward if the arena has space for them. If not, they are evicted,
-//! and then exchanged and recomputed again in the backward.
+//! Eviction of dynamic rows. If the arena has space for the rows, the rows are kept for the backward. Otherwise they
+//! are evicted, and exchanged and recomputed once more in the backward.
 //!
 //! The ranks that exchange the rows decide this together while the step runs, as soon as the rows of a layer and
 //! micro-batch are counted. Each rank votes ([`InstrKind::Vote`]), an all-reduce adds the votes, and
 //! [`InstrKind::ApplyVote`] evicts the rows if any rank has no space.
 //!
 //! The program contains the instructions for both cases. The instructions that recompute the rows come before the first
-//! reader in the backward, and run only if the rows were evicted. They write the same buffers as the forward, so
-//! readers need not distinguish the cases. Only the arena knows whether a buffer was kept. On all ranks that exchange
-//! rows, these instructions are at the same position among the collectives, whatever else each rank recomputes.
+//! reader in the backward, and run only if the rows were evicted. They write the same buffers as the forward, so a
+//! reader reads the same buffer in both cases. Whether a buffer was kept is recorded only in the online arena. On all
+//! ranks that exchange rows, the recomputing instructions are at the same position among the collectives, whatever else
+//! each rank recomputes.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
@@ -22,12 +23,13 @@ use super::{BufferId, Lowerer, Lowering, collective_of};
 use crate::program::{BufferKind, Instance, Instr, InstrKind, Operand};
 use crate::recompute::{SavedActivations, Variant};
 
-/// The rows that may be evicted. The first index is the recomputation variant
-/// ([`RematPlan::table`](crate::recompute::RematPlan::table)), and the second is the value that counts the rows.
+/// The rows that may be evicted. `by_variant` is indexed first by the recomputation variant
+/// ([`RematPlan::table_index`](crate::recompute::RematPlan::table_index)), then by the value that counts the rows.
 #[derive(Debug, Default)]
 pub(super) struct Evicted {
     by_variant: Vec<BTreeMap<ValueId, EvictableRows>>,
-    /// Roots with dynamic rows that the forward computes and the backward reads, each with the value that counts it.
+    /// Roots with dynamic rows that the forward computes and the backward reads, each with the value that counts its
+    /// rows.
     read: HashMap<ValueId, ValueId>,
     /// Row counts and micro-batches for which the recomputation has been emitted.
     recomputed: HashSet<(ValueId, u32)>,
@@ -79,7 +81,7 @@ impl Evicted {
 }
 
 impl EvictableRows {
-    /// Finds the nodes that recompute `roots`, going back to values that are available even when the rows were evicted.
+    /// Finds the nodes that recompute `roots` from values that are available even if the rows were evicted.
     fn find_recomputation(&mut self, graph: &Graph, saved: &SavedActivations<'_>, variant: &Variant) {
         let mut missing: Vec<ValueId> = self.roots.iter().copied().collect();
         while let Some(root) = missing.pop() {
@@ -108,7 +110,8 @@ fn is_repeatable(graph: &Graph, saved: &SavedActivations<'_>, root: ValueId) -> 
 }
 
 impl Lowerer<'_> {
-    /// Returns the rows that a micro-batch may evict, by the value that counts them.
+    /// Returns the rows that a micro-batch may evict, by the value that counts the rows. Returns `None` if the step
+    /// evicts no rows.
     fn evicted(&self, micro_batch: u32) -> Option<&BTreeMap<ValueId, EvictableRows>> {
         self.evicted.by_variant.get(self.lowering.recomputation.table_index(micro_batch))
     }
@@ -117,8 +120,8 @@ impl Lowerer<'_> {
         self.evicted(micro_batch)?.get(&offsets)
     }
 
-    /// If `node`, whose instruction was just emitted, counts rows that may be evicted: emits the vote on whether to
-    /// keep them.
+    /// If `node`, whose instruction was just emitted, counts rows that may be evicted, emits the vote on whether to
+    /// keep these rows.
     pub(super) fn emit_vote(&mut self, node: &Node, micro_batch: u32) {
         let Some(count) = self.program.instrs.last().and_then(|instr| instr.defines_count) else { return };
         let offsets = node.outputs[0];
@@ -171,7 +174,7 @@ impl Lowerer<'_> {
         self.evicted(micro_batch).is_some_and(|all| all.values().any(|rows| rows.temporaries.contains(&root)))
     }
 
-    /// Returns the buffer of a root whose rows may have been evicted. `None` for any other root.
+    /// Returns the buffer of a root whose rows may have been evicted. Returns `None` for any other root.
     pub(super) fn still_live(&self, root: ValueId, micro_batch: u32) -> Option<BufferId> {
         let offsets = self.evicted.read.get(&root)?;
         let is_evictable = self.rows_of(*offsets, micro_batch)?.roots.contains(&root);

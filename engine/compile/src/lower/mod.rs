@@ -86,11 +86,11 @@ struct Lowerer<'a> {
     lowering: &'a Lowering<'a>,
     crossings: &'a CrossRankValues,
     program: Program,
-    /// By node: whether it still has to be emitted.
+    /// By node: whether the node still has to be emitted.
     alive: Vec<bool>,
     /// By root: whether the update reads the sum of the root's micro-batches.
     accumulated: Vec<bool>,
-    /// By root: whether it is read in its own micro-batch, or sent to another rank there.
+    /// By root: whether the root is read in its own micro-batch, or sent to another rank there.
     read_within: Vec<bool>,
     /// The buffer of each instance that is currently live.
     live_buffer: HashMap<Instance, BufferId>,
@@ -105,10 +105,9 @@ struct Lowerer<'a> {
     row_counts: RowCounts,
     /// Dynamic rows that may be evicted between forward and backward.
     evicted: Evicted,
-    /// Per [`Variant`](crate::recompute::Variant): recomputed nodes that run early, in I, because keeping their outputs
-    /// until W takes fewer bytes than keeping their inputs.
+    /// Per [`Variant`](crate::recompute::Variant): the recomputed nodes that run early, in I instead of W.
     smaller_for_weights: Vec<SmallerForWeights>,
-    /// Whether the current action is an I, which a W follows later.
+    /// Whether the current action is an I. In that case, the W of the same micro-batch is a later action.
     is_split: bool,
 }
 
@@ -208,7 +207,7 @@ impl<'a> Lowerer<'a> {
         self.emit_vote(self.lowering.graph.node(id), micro_batch);
     }
 
-    /// Emits a node, followed by the sums over micro-batches of its outputs where these are needed.
+    /// Emits a node, followed by the sums over micro-batches of those outputs for which a sum is needed.
     fn emit(&mut self, id: NodeId, micro_batch: u32, occurrence: Occurrence) {
         let graph = self.lowering.graph;
         let node = graph.node(id);
@@ -251,9 +250,9 @@ impl<'a> Lowerer<'a> {
         }
     }
 
-    /// Returns the buffer of an output, and whether the operation accumulates into it. An output whose sum the update
-    /// reads is summed over the micro-batches, either by the operation itself or by an instruction that is emitted
-    /// after it.
+    /// Returns the buffer of an output, and whether the operation accumulates into that buffer. An output whose sum the
+    /// update reads is summed over the micro-batches, either by the operation itself or by an instruction that is
+    /// emitted after the operation.
     fn output(
         &mut self,
         node: &Node,
@@ -289,8 +288,8 @@ impl<'a> Lowerer<'a> {
                 let op = Arc::new(Binary { kind: BinaryKind::Add });
                 followups.push(Followup { op, inputs: vec![(sum, Some(0)), (buffer, None)], output: sum, value });
             }
-            // The first micro-batch's value is the start of the sum. The sum gets this value's own buffer or, if the
-            // value is also read in its micro-batch, a copy.
+            // The sum starts as the first micro-batch's value. The sum gets this value's own buffer or, if the value is
+            // also read in its micro-batch, a copy.
             (true, None) if !is_read => {
                 self.set_buffer(Instance::sum(id), buffer);
             }
@@ -300,8 +299,8 @@ impl<'a> Lowerer<'a> {
                 followups.push(Followup { op: Arc::new(Contiguous), inputs: vec![(buffer, None)], output: sum, value });
             }
         }
-        // A value that is still live keeps its first buffer. A node that recomputes evicted rows may have other outputs
-        // besides. These outputs are not registered, so a reader of one of them recomputes the output itself.
+        // A value that is still live keeps its first buffer. A node that recomputes evicted rows may also have outputs
+        // that are not evicted rows. Such an output is not registered, so a reader of the output recomputes it.
         let key = self.key(id, node.phase, micro_batch);
         let is_wanted = occurrence.predicate().is_none() || self.is_temporary(id, micro_batch);
         if is_wanted && (occurrence == Occurrence::Original || !self.live_buffer.contains_key(&key)) {
@@ -310,7 +309,8 @@ impl<'a> Lowerer<'a> {
         (buffer, false)
     }
 
-    /// Returns the instance of `root` that a node of `phase` reads or writes: that of the micro-batch, or the sum.
+    /// Returns the instance of `root` that a node of `phase` reads or writes: the instance of the micro-batch, or the
+    /// sum.
     fn key(&self, root: ValueId, phase: Phase, micro_batch: u32) -> Instance {
         let once = match &self.lowering.graph.value(root).source {
             Source::Node { node, .. } => self.lowering.graph.node(*node).phase == Phase::Update,
@@ -468,7 +468,7 @@ pub(crate) fn collective_of(node: &Node) -> Option<Collective> {
 /// Prefix of the names of inputs that the host writes once per step instead of once per micro-batch.
 pub const PER_STEP: &str = "step.";
 
-/// Returns for each node whether it runs: a node runs if the states of the update or the outputs depend on it. Views
+/// Returns for each node whether the node runs: whether the states of the update or the outputs depend on it. Views
 /// never run, because they compute nothing.
 pub fn alive_nodes(graph: &Graph, outputs: &[Output]) -> Vec<bool> {
     let mut wanted = vec![false; graph.values().len()];

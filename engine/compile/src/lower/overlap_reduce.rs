@@ -43,7 +43,7 @@ impl Lowerer<'_> {
                 early.push(EarlyNode { node: id, incomplete_inputs: roots });
             }
         }
-        // Only nodes that lead to a collective are kept. Others would gain nothing from running early.
+        // Only nodes that lead to a collective are kept. Other nodes would gain nothing from running early.
         let mut wanted = HashSet::new();
         for EarlyNode { node, incomplete_inputs } in early.iter().rev() {
             let node = graph.node(*node);
@@ -76,7 +76,8 @@ impl Lowerer<'_> {
         self.early_update = waiting;
     }
 
-    /// Returns the phases of this action that no later action of the same stage runs. Empty if no early nodes are left.
+    /// Returns the phases of this action that no later action of the same stage runs. If no early nodes are left,
+    /// returns an empty list.
     pub(super) fn last_phases(&self, index: usize, action: &Action) -> Vec<Phase> {
         if self.early_update.is_empty() {
             return Vec::new();

@@ -24,7 +24,7 @@ pub(super) enum Occurrence {
 }
 
 impl Occurrence {
-    /// Returns the index of the row count that decides whether the instruction runs. `None` if it always runs.
+    /// Returns the index of the row count that decides whether the instruction runs. Returns `None` if it always runs.
     pub(super) fn predicate(self) -> Option<u32> {
         match self {
             Self::Original | Self::Recomputed => None,
@@ -33,14 +33,14 @@ impl Occurrence {
     }
 }
 
-/// Recomputed nodes that run early, in I, because keeping their outputs until W takes fewer bytes than keeping their
-/// inputs.
+/// Recomputed nodes that run early, in I instead of W, because the outputs take fewer bytes until W than the inputs.
 ///
 /// Each node is listed under the node after which it runs. If its inputs are recomputed, this is the node that
-/// recomputes the last input. If its inputs are kept, this is the first node of I that reads one of these inputs.
+/// recomputes the last of these inputs. If its inputs are kept, this is the first node of I that reads one of these
+/// inputs.
 pub(super) type SmallerForWeights = HashMap<NodeId, Vec<NodeId>>;
 
-/// Finds these nodes for each variant.
+/// Returns the [`SmallerForWeights`] of each variant.
 pub(super) fn smaller_for_weights(
     lowering: &Lowering<'_>,
     nodes: &HashMap<(Place, Phase), Vec<NodeId>>,
@@ -85,7 +85,8 @@ pub(super) fn smaller_for_weights(
 }
 
 impl Lowerer<'_> {
-    /// Ends the lifetimes of the stage's recomputed values: after the forward and, if the backward is split, after I.
+    /// After a forward, ends the lifetimes of the stage's recomputed values. After an I of a split backward, ends the
+    /// lifetimes of the values that are recomputed for W.
     pub(super) fn drop_rematerialized(&mut self, action: &Action) {
         let (graph, micro_batch) = (self.lowering.graph, action.micro_batch.0);
         let Some(variant) = self.variant(micro_batch) else { return };
@@ -115,11 +116,11 @@ impl Lowerer<'_> {
         }
     }
 
-    /// Like [`restore`](Self::restore), but does not recompute evicted rows.
+    /// Like [`rematerialize_inputs`](Self::rematerialize_inputs), but does not recompute evicted rows.
     pub(super) fn rematerialize_static_inputs(&mut self, node: &Node, micro_batch: u32) {
         let graph = self.lowering.graph;
         for maker in self.missing(node, micro_batch) {
-            // The node may already have run early for W, triggered by an earlier iteration.
+            // In an earlier iteration, `keep_smaller_for_w` may already have emitted this node.
             let is_there =
                 |output: &ValueId| self.live_buffer.contains_key(&Instance::micro_batch(*output, micro_batch));
             if graph.node(maker).outputs.iter().all(is_there) {

@@ -1,4 +1,4 @@
-//! Moves operations of the update to an earlier position if they free memory there.
+//! Moves operations of the update to an earlier position if this frees memory earlier.
 //!
 //! - In: a program whose update follows all actions.
 //! - Out: the same program, with some operations of the update moved to right after the last instruction that they
@@ -35,7 +35,8 @@ pub(super) fn run(program: &mut Program, _: &Context<'_>) -> Result<()> {
         }
     }
     let mut touched = vec![Touched::default(); program.buffers.len()];
-    // The anchor of an instruction is the instruction after which it is placed, or itself if it stays.
+    // The anchor of a moved instruction is the instruction after which it is placed. An instruction that stays is its
+    // own anchor.
     let mut anchors: Vec<usize> = (0..program.instrs.len()).collect();
     for (index, instr) in program.instrs.iter().enumerate() {
         if update.contains(&index) && matches!(instr.kind, InstrKind::Compute(_)) {
@@ -58,7 +59,7 @@ pub(super) fn run(program: &mut Program, _: &Context<'_>) -> Result<()> {
         let anchor = anchors[index];
         for buffer in inputs(instr) {
             touched[buffer].touched = touched[buffer].touched.max(Some(anchor));
-            // Operands of a message or collective are in use until the wait for it, so the wait counts as a write.
+            // Operands of a message or collective are in use until the matching wait, so the wait counts as a write.
             if !matches!(instr.kind, InstrKind::Compute(_)) {
                 touched[buffer].written = touched[buffer].written.max(Some(anchor));
             }

@@ -2,8 +2,8 @@
 //!
 //! - In: a program that reads values of other ranks as if they were local.
 //! - Out: the same program with messages. A value that another rank reads is sent after the action that computes it,
-//!   and received before the first action that reads it. In the update, a value is sent right after its node, and
-//!   received right before the first node that reads it.
+//!   and received before the first action that reads it. In the update, a value is sent right after the node that
+//!   computes it, and received right before the first node that reads it.
 //! - Never: a buffer.
 //!
 //! The wait for a send is placed where the schedule proves that the message has been received, so the wait never blocks
@@ -194,8 +194,8 @@ impl Messages<'_> {
         }
     }
 
-    /// Receives a value that the update or the host reads, if another rank computes it and it has not been received
-    /// yet.
+    /// Receives a value that the update or the host reads, if another rank computes the value and it has not been
+    /// received yet.
     fn receive_per_step(&mut self, root: ValueId) {
         let is_elsewhere = self.context.lowering.graph.place_of(root).is_some_and(|place| !self.is_here(place));
         if is_elsewhere {

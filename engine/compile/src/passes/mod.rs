@@ -1,8 +1,8 @@
 //! The passes over a rank's program between lowering and planning, in order.
 //!
-//! Each pass is a file with one function, and all these functions have the same signature.
-//! `GAPLESS_DUMP=lower,messages,fuse` (or `all`) prints the program after each of the named stages to the standard
-//! error.
+//! Each pass is a file with one function, and all these functions have the same signature. The environment variable
+//! `GAPLESS_DUMP=lower,messages,fuse` (or `all`) prints the program to stderr after each of the named steps (`lower` or
+//! a pass).
 
 mod fuse;
 mod hoist_update;
@@ -94,7 +94,7 @@ pub(crate) fn run(
     Ok(())
 }
 
-/// Prints `text` to the standard error if the environment variable `GAPLESS_DUMP` names this stage.
+/// Prints `text` to stderr if the environment variable `GAPLESS_DUMP` names this step.
 pub(crate) fn dump(stage: &str, text: &dyn std::fmt::Display) {
     let Ok(wanted) = std::env::var("GAPLESS_DUMP") else { return };
     if wanted.split(',').any(|name| name == stage || name == "all") {

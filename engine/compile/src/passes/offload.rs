@@ -1,5 +1,5 @@
-//! Compresses or offloads activations after their last reader in the forward, and restores them before their first
-//! reader in the backward.
+//! Compresses or offloads activations after the last reader in the forward, and restores them before the first reader
+//! in the backward.
 //!
 //! - In: a program whose activations are kept unchanged until their backward.
 //! - Out: the same program, in which the activations that [`recompute`](crate::recompute) names are kept in eight bits
@@ -40,7 +40,8 @@ pub(super) fn run(program: &mut Program, context: &Context<'_>) -> Result<()> {
     Ok(())
 }
 
-/// The last use of a buffer in the forward, and its first use elsewhere. Each is `None` if there is no such use.
+/// The last use of a buffer in the forward, and the first use outside of the forward. Each is `None` if there is no
+/// such use.
 #[derive(Debug, Clone, Copy, Default)]
 struct Uses {
     last: Option<usize>,
@@ -95,7 +96,8 @@ impl Offload<'_> {
         stashed
     }
 
-    /// Stores one buffer after its last use in the forward, and restores it before its first use elsewhere.
+    /// Stores one buffer after its last use in the forward, and restores the buffer before its first use outside of the
+    /// forward.
     fn store(
         &mut self,
         program: &mut Program,

@@ -6,7 +6,7 @@
 //! - Never: a budget, or the choices of other layers.
 //!
 //! [`Groups`] defines what a layer is. The candidates of a layer are the nodes whose results the backward reads. A
-//! layer with more than [`CANDIDATES`] candidates is split into runs of that many.
+//! layer with more than [`CANDIDATES`] candidates is split into runs of at most [`CANDIDATES`] candidates.
 
 #[cfg(test)]
 mod reference;
@@ -103,8 +103,8 @@ fn parts(graph: &Graph, alive: &[bool], saved: &SavedActivations<'_>) -> Vec<Lay
                 made_in.extend(node.outputs.iter().map(|&output| (output, part)));
             }
             Phase::BackwardInput | Phase::BackwardWeight => {
-                // A backward node belongs to the last run whose values it reads. It also belongs to every other part of
-                // which it reads a candidate.
+                // A backward node belongs to the last run whose values it reads. It also belongs to every other part
+                // with a candidate that the node reads.
                 let roots = || node.inputs.iter().map(|&input| graph.value(input).root);
                 let of_layer = |part: &usize| parts[*part].group == group && parts[*part].place == node.place;
                 let own = roots().filter_map(|root| made_in.get(&root).copied()).filter(of_layer).max().or(known);

@@ -13,15 +13,15 @@
 //! (held by other micro-batches) + Σ kept of layers before l + peak of l  ≤  limit,   for every l.
 //! ```
 //!
-//! Dynamic programming from the first layer to the last finds these choices. After each layer, it keeps only the states
+//! Dynamic programming from the first layer to the last finds the choices. After each layer, it keeps only the states
 //! that are Pareto-optimal in bytes and time.
 //!
 //! A micro-batch in flight holds kept values from forward to backward. If the backward is split, the micro-batch holds
 //! kept values from forward to I, and other values from I to W. Two moments are considered: when the number of
 //! micro-batches between forward and backward is highest, and when the number between I and W is highest.
 //!
-//! The initial limit is the budget minus everything else that the plan holds. The limit is then corrected by the sizes
-//! of the real plans.
+//! The initial limit is the budget minus the bytes that this model of the layers does not cover, such as parameters and
+//! scratch. The limit is then corrected by the sizes of the real plans.
 //!
 //! All micro-batches use these choices, except for the first one to run its backward. During that backward, not all
 //! accumulated gradients exist yet, so there is space to keep more values. Its separate limit is raised as far as the
@@ -68,12 +68,12 @@ pub struct Budget<'a> {
 impl Budget<'_> {
     /// Returns the fastest plan found that fits the budget.
     ///
-    /// `place` lowers and plans a recomputation, and returns the size of the arena. If there is a capacity and the
-    /// arena exceeds it, `place` may stop early and return a lower bound of the arena that exceeds the capacity.
-    /// Without a capacity, it returns the size of the lowest plan.
+    /// `plan_size` lowers and plans a recomputation, and returns the size of the arena. If the capacity is exceeded,
+    /// `plan_size` may stop early and return a lower bound of the arena's size, as long as this bound exceeds the
+    /// capacity. Without a capacity, `plan_size` returns the size of the lowest plan.
     ///
     /// # Errors
-    /// Returns [`Error::OverBudget`] with the smallest arena found if no plan fits, and the errors of `plan_size`.
+    /// Returns [`Error::OverBudget`] with the smallest arena found if no plan fits. Returns the errors of `plan_size`.
     pub fn fit(&self, mut plan_size: impl FnMut(&RematPlan, Option<u64>) -> Result<u64>) -> Result<RematPlan> {
         let plain: Vec<usize> = vec![0; self.blocks.len()];
         let height = plan_size(&self.recomputation(&plain), Some(self.bytes))?;
@@ -92,8 +92,8 @@ impl Budget<'_> {
         }
     }
 
-    /// Finds choices that are the same for all micro-batches, and the limit with which they were found. `None` if none
-    /// fit.
+    /// Returns choices that are the same for all micro-batches, and the limit with which these choices were found.
+    /// Returns `None` if no choices fit.
     fn search(
         &self,
         plain: &[usize],
@@ -132,7 +132,7 @@ impl Budget<'_> {
                 high = high.min(limit);
             }
             // The next limit is the one at which the model predicts an exact fit. If that limit is outside of the known
-            // range, or if these choices were planned before, the range is bisected instead.
+            // range, or if these choices were planned before, the next limit is the middle of the range.
             let next = limit + slack;
             limit = if before.is_none() && next > low && next < high { next } else { (low + high) / 2 };
             if high - low <= i128::from(self.bytes / 4096) {
@@ -142,8 +142,8 @@ impl Budget<'_> {
         Ok(best)
     }
 
-    /// Finds separate choices for the first micro-batch to run its backward, starting from the limit of the others.
-    /// `rest` holds the choices of all other micro-batches.
+    /// Finds separate choices for the first micro-batch to run its backward, starting from the limit of the other
+    /// micro-batches. `rest` holds the choices of these others. Returns the plan with both.
     fn refine_first(
         &self,
         rest: Vec<usize>,
@@ -230,8 +230,8 @@ impl Budget<'_> {
         best.map(|best| best.0)
     }
 
-    /// Returns the fastest choices if the other micro-batches may hold `others` bytes, and the current one the rest of
-    /// the limit. `None` if there are no such choices, or none that take less time than `below`.
+    /// Returns the fastest choices if the other micro-batches may hold `others` bytes, and the current micro-batch may
+    /// hold `limit` bytes. Returns `None` if there are no such choices, or none that take less time than `below`.
     fn solve_with_reserve(&self, limit: u64, others: u64, below: Option<u64>) -> Option<Vec<usize>> {
         let mut layers: Vec<Vec<State>> = vec![vec![State::default()]];
         for (index, block) in self.blocks.iter().enumerate() {
@@ -295,15 +295,16 @@ struct State {
 }
 
 impl State {
-    /// Returns the sum of the bytes of the current micro-batch and of the others, by which states are compared. For
-    /// stages with the same number of micro-batches, both reach their maxima together, and the sum is exact. For other
-    /// stages, a good state may be missed.
+    /// Returns the bytes by which states are compared: those of the current micro-batch plus those of the others. For
+    /// stages with the same number of micro-batches in flight, both reach their maxima together, and the sum is exact.
+    /// For other stages, a good state may be missed.
     fn bytes(&self) -> u64 {
         self.kept + self.others[0].max(self.others[1])
     }
 }
 
-/// The states after a layer. If there are too many, only the fastest state of each size class is kept.
+/// The states after a layer. If there are too many states, only the fastest state of each size class and the smallest
+/// state are kept.
 struct States {
     all: Vec<State>,
     /// The fastest state of each size class; empty if all states are kept.
@@ -355,8 +356,8 @@ impl States {
     }
 }
 
-/// Two numbers of micro-batches of a stage: those between forward and backward (or I), and those between I and W. They
-/// are given at two moments: when the first number is highest, and when the second is.
+/// Two numbers of micro-batches of a stage: those between forward and backward (or I), and those between I and W. Both
+/// numbers are given at two moments: when the first number is highest, and when the second number is highest.
 pub type InFlight = [[u64; 2]; 2];
 
 fn added(one: [u64; 2], other: [u64; 2]) -> [u64; 2] {
@@ -385,7 +386,8 @@ pub fn in_flight(row: &[Action]) -> HashMap<Place, InFlight> {
     most
 }
 
-/// Returns the micro-batch whose backward comes first among a rank's actions. `None` if there is only one micro-batch.
+/// Returns the micro-batch whose backward comes first among a rank's actions. Returns `None` if there is only one
+/// micro-batch.
 pub fn first_backward(row: &[Action]) -> Option<u32> {
     let mut backward = row.iter().filter(|action| action.kind != Kind::Forward).map(|action| action.micro_batch.0);
     let first = backward.next()?;

@@ -42,7 +42,7 @@ impl Groups {
         Self { by_layer }
     }
 
-    /// The layer of a node. Gradient nodes belong to the layer of their forward node.
+    /// Returns the layer of a node. Gradient nodes belong to the layer of their forward node.
     pub(super) fn of_node(&self, node: &Node) -> Group {
         self.by_layer.get(&node.layer).cloned().unwrap_or(Group::Back)
     }

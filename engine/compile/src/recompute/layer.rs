@@ -30,8 +30,8 @@ pub(super) const RUN: usize = 12;
 /// Maximum number of candidates between two neighbouring cuts for which all subsets are tried.
 const BETWEEN: usize = 8;
 
-/// Maximum number of choices of a layer. If there are more, a choice is removed if another choice is better except for
-/// a small part of the layer's bytes.
+/// Maximum number of choices of a layer. If there are more, similar choices are merged: a choice is removed if a choice
+/// that is at least as fast needs hardly more bytes.
 const CHOICES: usize = 256;
 
 /// A set of candidates, as a bit mask.
@@ -116,8 +116,8 @@ impl Layer {
                 undominated(choices)
             }
         };
-        // The choice that keeps everything is normally in the list. It is missing if something can be dropped without
-        // costing time.
+        // The choice that keeps everything is normally among the undominated choices. It is missing if something can be
+        // dropped without costing time.
         let others = thinned(choices).into_iter().filter(|choice| (choice.dropped, choice.freed_after_input) != (0, 0));
         [costs.choice(0, 0)].into_iter().chain(others).collect()
     }
@@ -210,7 +210,8 @@ impl<'l> Costs<'l> {
         }
     }
 
-    /// Returns the choice that drops the candidates `dropped` and frees `freed_after_input` at the end of I, with its costs.
+    /// Returns the choice that drops the candidates `dropped` and frees `freed_after_input` at the end of I, with its
+    /// costs.
     pub fn choice(&mut self, dropped: Candidates, freed_after_input: Candidates) -> Choice {
         let layer = self.layer;
         self.available.fill(false);
@@ -239,7 +240,7 @@ impl<'l> Costs<'l> {
         Choice { dropped, freed_after_input, kept, kept_until_weights, peak, nanoseconds }
     }
 
-    /// Appends the recomputation of values that a node reads, and returns the time that it takes.
+    /// Appends the recomputation of values that a node reads. Returns the time of this recomputation.
     fn recompute(&mut self, own: &Local) -> u64 {
         let layer = self.layer;
         self.wanted.extend(&own.reads);
@@ -260,8 +261,8 @@ impl<'l> Costs<'l> {
         nanoseconds
     }
 
-    /// Finds the values that are freed at the end of I. These are the candidates `again` and the values from which they
-    /// are computed, back to values that W also reads or that are always kept.
+    /// Finds the values that are freed at the end of I. These are the candidates `again`, and the values from which
+    /// these candidates are computed. The search ends at values that W also reads or that are always kept.
     fn find_ends(&mut self, again: Candidates) {
         let layer = self.layer;
         self.freed_after_input.clear();
@@ -279,7 +280,7 @@ impl<'l> Costs<'l> {
         }
     }
 
-    /// Finds the nodes that run early, in I, because keeping their outputs until W takes fewer bytes than keeping their
+    /// Finds the nodes that run early, in I instead of W: those whose outputs take fewer bytes until W than their
     /// inputs.
     fn find_smaller(&mut self) {
         let Self { layer, read_by_weights, available, freed_after_input, early_for_weights, .. } = self;
@@ -296,7 +297,7 @@ impl<'l> Costs<'l> {
     }
 
     /// Appends the nodes that run early for W before `own`, a node of I that reads some of their inputs. Returns the
-    /// time that they take.
+    /// time that the appended nodes take.
     fn keep_smaller_for_w(&mut self, own: &Local) -> u64 {
         let layer = self.layer;
         let mut nanoseconds = 0u64;
@@ -314,8 +315,8 @@ impl<'l> Costs<'l> {
     }
 
     /// Returns the bytes kept until W, and the peak bytes of the whole sequence, which is walked backwards. While W
-    /// recomputes values, another micro-batch already holds all values that a micro-batch keeps. So the bytes of the
-    /// recomputation in W are added to these.
+    /// recomputes values, another micro-batch already holds the bytes that a micro-batch keeps from forward to
+    /// backward, which are `kept`. So the bytes that W recomputes are added to `kept`.
     fn bytes(&mut self, kept: u64, until_input: usize) -> (u64, u64) {
         self.alive.fill(false);
         let mut alive = Alive { values: &mut self.alive, bytes: &self.layer.bytes, now: 0 };
@@ -328,8 +329,8 @@ impl<'l> Costs<'l> {
         (waits, alive.peak(for_input).max(kept + back))
     }
 
-    /// Returns the choices of all runs of candidates, combined run by run. Each run is examined while all other
-    /// candidates are kept. `freed_after_input` is freed at the end of I.
+    /// Returns choices for all candidates, combined from the choices of one run after the other. Each run's own choices
+    /// are examined while all other candidates are kept. In every choice, `freed_after_input` is freed at the end of I.
     fn joined_runs(&mut self, freed_after_input: Candidates) -> Vec<Choice> {
         let mut joined = vec![self.choice(0, freed_after_input)];
         for first in (0..self.layer.candidates.len()).step_by(RUN) {
@@ -352,8 +353,8 @@ fn undominated(mut choices: Vec<Choice>) -> Vec<Choice> {
     remove_beaten(&choices, 0)
 }
 
-/// Reduces the choices to at most [`CHOICES`], plus those with the lowest peak and the fewest bytes (kept until the
-/// backward, kept until W, and both together).
+/// Reduces the choices to at most [`CHOICES`]. The choices with the lowest peak and with the fewest bytes are kept in
+/// addition. Bytes are compared in three ways: those kept until the backward, those kept until W, and both together.
 fn thinned(choices: Vec<Choice>) -> Vec<Choice> {
     let all = choices.iter().map(|choice| choice.peak).max().unwrap_or(0);
     let (mut thinned, mut part) = (choices.clone(), all / 16_384);
@@ -380,8 +381,8 @@ fn thinned(choices: Vec<Choice>) -> Vec<Choice> {
     thinned
 }
 
-/// Removes each choice that an earlier one beats. `choices` are sorted by time, so an earlier choice takes no more
-/// time. It beats the later one if none of its costs in bytes is higher by more than `bytes`.
+/// Removes each choice that an earlier choice beats. `choices` are sorted by time, so an earlier choice is at least as
+/// fast. An earlier choice beats a later one if it keeps at most `bytes` more, and has a peak at most `bytes` higher.
 fn remove_beaten(choices: &[Choice], bytes: u64) -> Vec<Choice> {
     let mut best: Vec<Choice> = Vec::new();
     for &choice in choices {
@@ -415,8 +416,8 @@ impl Alive<'_> {
         }
     }
 
-    /// Returns the peak bytes while these nodes run. `self` holds the values that are live after the nodes when the
-    /// function is called, and the values that are live before the nodes when it returns.
+    /// Returns the peak bytes while these nodes run. Before the call, `self` holds the values that are live after the
+    /// nodes. After the call, it holds the values that are live before the nodes.
     fn peak(&mut self, nodes: &[&Local]) -> u64 {
         let mut most = self.now;
         for local in nodes.iter().rev() {

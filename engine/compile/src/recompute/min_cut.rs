@@ -15,11 +15,12 @@
 //!             n ──λ·time──▶ sink   cut where n runs again
 //! ```
 //!
-//! The partitioner's network has two nodes per value: needed, and recomputed. A value that the backward reads is always
-//! needed, so here its first node is merged with the source.
+//! The partitioner's network has two nodes per value: one for "needed" and one for "recomputed". A value that the
+//! backward reads is always needed, so here the node for "needed" is merged with the source.
 //!
-//! The values of λ to try come from the known corners. With the slope between two neighbouring corners as λ, the cut
-//! either is a corner between them or proves that there is none (Eisner and Severance, Journal of the ACM 23, 1976).
+//! The values of λ to try come from the known corners: λ is the slope between two neighbouring corners. The cut for
+//! this λ either is a corner between the two, or proves that there is none (Eisner and Severance, Journal of the ACM
+//! 23, 1976).
 
 use super::layer::{Candidates, Layer};
 
@@ -106,7 +107,8 @@ impl Network {
         corner
     }
 
-    /// Returns the corner between two others that is farthest beyond the line through them, or `None` if there is none.
+    /// Returns the corner between two other corners that is farthest beyond the line through these two, or `None` if
+    /// there is no corner between them.
     fn between(&self, from: &Corner, to: &Corner) -> Option<Corner> {
         let bytes = u128::from(to.saved_bytes.checked_sub(from.saved_bytes)?);
         let nanoseconds = u128::from(to.nanoseconds.checked_sub(from.nanoseconds)?);

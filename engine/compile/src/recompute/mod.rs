@@ -5,9 +5,9 @@
 //!   backward reads them, and the nodes that recompute these values.
 //! - Never: an order of actions, or an address.
 //!
-//! Lowering repeats a node right before the first reader of its result, and only if the node leads to a value that is
-//! read (full recomputation: Chen et al., arXiv 1604.06174; selective: Korthikanti et al., arXiv 2205.05198). Dropout
-//! draws the same random numbers again, and kernels are deterministic. So every policy gives the same bits.
+//! Lowering repeats a node right before the first reader of the node's result, and only if the node leads to a value
+//! that is read (full recomputation: Chen et al., arXiv 1604.06174; selective: Korthikanti et al., arXiv 2205.05198).
+//! Dropout draws the same random numbers again, and kernels are deterministic. So every policy gives the same bits.
 //!
 //! Kept values can also be compressed to eight bits, or offloaded to a file (`stash`).
 //!
@@ -48,13 +48,13 @@ pub struct RematPlan {
 /// The values that one micro-batch drops, and the nodes that recompute them.
 #[derive(Debug, Clone, Default)]
 pub struct Variant {
-    /// By value index: whether the root is recomputed, because it is dropped or because a dropped value is computed
-    /// from it.
+    /// By value index: whether the root is recomputed. This is so if the root is dropped, or if a dropped value is
+    /// computed from the root.
     rematerialized: Vec<bool>,
     /// Recomputed nodes, in order.
     nodes: Vec<NodeId>,
     /// Roots that are freed at the end of the input gradients of a split backward, whether they were kept or recomputed
-    /// until then. They are recomputed before the weight gradients that read them.
+    /// until then. The weight gradients that read such a root recompute it first.
     end_with_input: BTreeSet<ValueId>,
     /// Roots that are compressed or offloaded between forward and backward.
     stash: BTreeMap<ValueId, ActivationStorage>,
@@ -66,7 +66,7 @@ impl Variant {
         self.rematerialized.get(root.index()).copied().unwrap_or(false)
     }
 
-    /// Recomputed nodes, in order.
+    /// Returns the recomputed nodes, in order.
     pub fn nodes(&self) -> &[NodeId] {
         &self.nodes
     }
@@ -87,7 +87,7 @@ impl Variant {
         outputs.copied().filter(|&root| self.is_rematerialized(root))
     }
 
-    /// Returns how a root is stored until the backward. `None` if it is neither compressed nor offloaded.
+    /// Returns how a root is stored until the backward. Returns `None` if it is neither compressed nor offloaded.
     pub fn stash(&self, root: ValueId) -> Option<ActivationStorage> {
         self.stash.get(&root).copied()
     }
@@ -104,7 +104,7 @@ impl RematPlan {
         Self { variants: vec![variant], cycle: vec![0], exception: None }
     }
 
-    /// Returns this plan with another variant for one micro-batch.
+    /// Returns this plan, except that the given micro-batch uses `variant`.
     pub fn except(mut self, micro_batch: u32, variant: Variant) -> Self {
         self.exception = Some((micro_batch, self.variants.len()));
         self.variants.push(variant);
@@ -112,7 +112,8 @@ impl RematPlan {
     }
 
     /// Returns this plan with recomputation in both halves of a split backward for these stages. Values that are
-    /// recomputed for the input gradients are freed after them, and recomputed once more for the weight gradients.
+    /// recomputed for the input gradients are freed after the input gradients, and recomputed once more for the weight
+    /// gradients.
     pub fn recompute_in_both_halves(mut self, graph: &Graph, stages: &BTreeSet<StageId>) -> Self {
         for variant in &mut self.variants {
             let is_in = |root: &ValueId| match graph.place_of(*root) {
@@ -129,12 +130,12 @@ impl RematPlan {
         self.variants.iter().all(|variant| variant.nodes.is_empty())
     }
 
-    /// The distinct variants.
+    /// Returns the distinct variants.
     pub fn variants(&self) -> &[Variant] {
         &self.variants
     }
 
-    /// Returns the index of a micro-batch's variant, or `None` if the plan recomputes nothing at all.
+    /// Returns the index of a micro-batch's variant, or `None` if the plan is empty and so recomputes nothing.
     pub fn variant_of(&self, micro_batch: u32) -> Option<usize> {
         match self.exception {
             Some((exception, variant)) if exception == micro_batch => Some(variant),
@@ -142,7 +143,7 @@ impl RematPlan {
         }
     }
 
-    /// Returns the index of a micro-batch's variant in tables whose entry 0 stands for no recomputation.
+    /// Returns the index of a micro-batch's variant in tables whose entry 0 stands for "nothing is recomputed".
     pub fn table_index(&self, micro_batch: u32) -> usize {
         self.variant_of(micro_batch).map_or(0, |variant| variant + 1)
     }

@@ -25,8 +25,8 @@ pub enum Recompute {
     /// The results of these operations are recomputed (selective recomputation). Operations have the names that
     /// profiles and memory maps use, e.g. `layer_norm`, `gelu`, `swiglu`.
     Ops(Vec<String>),
-    /// Micro-batch m uses policy m mod n of these n policies. If one of n policies is `None`, and n micro-batches are
-    /// in flight, this is Megatron's partial checkpointing.
+    /// Of these n policies, micro-batch m uses policy m mod n. If one of the policies is `None`, and n micro-batches
+    /// are in flight, this is Megatron's partial checkpointing.
     Cycle(Vec<Recompute>),
     /// The values chosen by a policy of your own are recomputed.
     Custom(CustomPolicy),
@@ -34,13 +34,13 @@ pub enum Recompute {
 
 /// Decides which of the values that a backward reads are dropped and recomputed.
 pub trait RecomputePolicy: fmt::Debug + Send + Sync {
-    /// Returns true if a value of this shape and type, computed by the forward node `maker`, is to be recomputed.
-    /// Called for every value that can be recomputed, in the order in which the values are computed. The answers must
-    /// be the same each time.
+    /// Returns true if a value of this shape and type, computed by the forward node `maker`, is to be recomputed. The
+    /// method is called for every value that can be recomputed, in the order in which the values are computed. Its
+    /// answers must be the same each time.
     fn drops(&self, value: &Spec, maker: &Node) -> bool;
 }
 
-/// A user's policy. It equals only itself and its clones.
+/// A user's policy. Two such policies are equal only if one is a clone of the other.
 #[derive(Debug, Clone)]
 pub struct CustomPolicy(pub Arc<dyn RecomputePolicy>);
 
@@ -108,14 +108,14 @@ pub struct Resolving<'a> {
     pub row: &'a [Action],
     /// The activations that are compressed or offloaded.
     pub stashing: StorageOptions<'a>,
-    /// Whether values that are recomputed for the input gradients of a split backward may be freed after them, and
-    /// recomputed once more for the weight gradients.
+    /// Whether values that are recomputed for the input gradients of a split backward may be freed after the input
+    /// gradients, and recomputed once more for the weight gradients.
     pub can_be_twice: bool,
 }
 
 impl Resolving<'_> {
-    /// Resolves a policy or, if there is a budget, searches for the fastest recomputation that fits the budget.
-    /// [`Budget::fit`] describes `place`.
+    /// Resolves a policy. If there is a budget, ignores the policy and searches for the fastest recomputation that fits
+    /// the budget. [`Budget::fit`] describes `place`, under the name `plan_size`.
     ///
     /// # Errors
     /// Returns an error if the model has no layer or operation with a name in the policy, or if a cycle is empty or
@@ -207,8 +207,8 @@ pub(super) fn config(why: String) -> Error {
     Error::config("memory.recompute", why, "choose another policy, or names from the memory map")
 }
 
-/// Returns the layer to which a node belongs: the shortest prefix of the name that ends in a number. `None` if there is
-/// no such prefix.
+/// Returns the layer to which a node belongs: the shortest prefix of the name that ends in a number. Returns `None` if
+/// there is no such prefix.
 pub fn block_of(layer: &str) -> Option<&str> {
     let mut end = 0;
     for part in layer.split('.') {

@@ -57,8 +57,8 @@ impl<'g> SavedActivations<'g> {
     }
 
     /// Sets how some of [`Self::roots`] are stored until the backward. If some are compressed, discrete choices can no
-    /// longer be recomputed, because they might turn out differently from rounded inputs. Discrete choices are values
-    /// that are not floats, and the other outputs of nodes with such values.
+    /// longer be recomputed, because rounded inputs could change them. Discrete choices are values that are not floats,
+    /// and the other outputs of nodes with such values.
     pub fn stashing(mut self, stash: impl IntoIterator<Item = (ValueId, ActivationStorage)>) -> Self {
         self.stash = stash.into_iter().collect();
         if self.stash.values().any(|&stash| stash == ActivationStorage::Compressed) {
@@ -110,8 +110,8 @@ impl<'g> SavedActivations<'g> {
 
     /// Returns the variant that drops some of [`Self::roots`], with the nodes that recompute them.
     ///
-    /// Recomputation starts from values that are kept: values that the backward reads, and values that one layer passes
-    /// to another. So only the layers of the dropped values are recomputed.
+    /// Recomputation starts from two kinds of kept values: those that the backward reads, and those that one layer
+    /// passes to another. So only the layers of the dropped values are recomputed.
     pub fn dropping(&self, dropped: impl IntoIterator<Item = ValueId>) -> Variant {
         let mut rematerialized = vec![false; self.graph.values().len()];
         let mut missing: Vec<ValueId> = dropped.into_iter().collect();
@@ -138,8 +138,8 @@ impl<'g> SavedActivations<'g> {
     }
 
     /// Returns the same variant, except that the roots `ends` are freed at the end of the input gradients of a split
-    /// backward. For the weight gradients, they are recomputed from values that the weight gradients also read, or that
-    /// are kept until then anyway.
+    /// backward. For the weight gradients, these roots are recomputed. This second recomputation starts from values
+    /// that the weight gradients also read, or that are kept until the weight gradients anyway.
     pub fn ending_with_input(&self, variant: Variant, ends: impl IntoIterator<Item = ValueId>) -> Variant {
         let mut missing: Vec<ValueId> = ends.into_iter().collect();
         let mut end_with_input: BTreeSet<ValueId> = missing.iter().copied().collect();

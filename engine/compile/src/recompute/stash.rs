@@ -31,8 +31,8 @@ impl StorageOptions<'_> {
     /// Finds the values to which the names refer.
     ///
     /// # Errors
-    /// Returns an error if a name is in both lists, or if the backward reads no result of a named operation that can be
-    /// stored in this way.
+    /// Returns an error if a name is in both lists. Returns an error if the backward reads no result of a named
+    /// operation that can be compressed or offloaded.
     pub(super) fn resolve(&self, saved: &SavedActivations<'_>) -> Result<Vec<(ValueId, ActivationStorage)>> {
         if let Some(name) = self.compress.iter().find(|name| self.offload.contains(name)) {
             let why = format!("{name:?} is in memory.compress too");
@@ -43,7 +43,7 @@ impl StorageOptions<'_> {
             [(ActivationStorage::Compressed, self.compress), (ActivationStorage::Offloaded, self.offload)]
         {
             let can = |root: &ValueId| how == ActivationStorage::Offloaded || FLOATS.contains(&saved.spec(*root).dtype);
-            // Only an operation's main result is stored in this way, not the statistics that are computed with it.
+            // Only an operation's main result is compressed or offloaded, not the statistics that are computed with it.
             let results = saved.roots().iter().copied().filter(|&root| saved.maker(root).outputs[0] == root);
             let results: Vec<ValueId> = results.filter(can).collect();
             let op = |root: ValueId| saved.maker(root).op.name();

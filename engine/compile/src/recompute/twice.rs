@@ -10,9 +10,9 @@ use std::collections::BTreeSet;
 
 use gapless_parallel::StageId;
 
-/// Returns the stages that should recompute twice, and the peak of live bytes with them. The search starts with all
-/// stages. A stage is removed if keeping its values from I to W does not raise the peak. Of two sets with the same
-/// peak, the one with fewer stages is faster.
+/// Returns the stages that should recompute twice, and the peak of live bytes with these stages. `most_alive` returns
+/// the peak for a given set. The search starts with all stages. A stage is removed if keeping its values from I to W
+/// does not raise the peak, because of two sets with the same peak, the one with fewer stages is faster.
 ///
 /// # Errors
 /// Returns the errors of `most_alive`.

@@ -37,7 +37,7 @@ pub struct Report {
 }
 
 impl Report {
-    /// The report of an executable.
+    /// Returns the report of an executable. `parameters` is the number of trained parameters.
     pub fn of(executable: &Executable, parameters: u64) -> Self {
         let solution = &executable.solution;
         Self {
@@ -76,14 +76,14 @@ impl fmt::Display for Report {
     }
 }
 
-/// The memory map of an executable.
+/// Returns the memory map of an executable.
 pub fn memory_map(executable: &Executable) -> MemoryMap<'_> {
     MemoryMap::new("gapless", &executable.problem, &executable.solution.offsets, &executable.labels)
         .and_then(|map| map.with_marks(&executable.parts))
         .expect("the tables of an executable are of one length")
 }
 
-/// The `count` largest tensors at the peak, one per line.
+/// Returns the `count` largest tensors at the peak as text, one per line.
 pub fn largest_at_peak(executable: &Executable, count: usize) -> String {
     memory_map(executable).summary(count).to_string()
 }

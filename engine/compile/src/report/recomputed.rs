@@ -13,8 +13,8 @@ pub struct RecomputedLayer {
     pub layer: String,
     /// Operations that a micro-batch recomputes, in order.
     pub ops: Vec<&'static str>,
-    /// Operations that are recomputed only for the weight gradients of a split backward. For these operations, this may
-    /// be the third run.
+    /// Operations that are recomputed only for the weight gradients of a split backward. If such an operation was also
+    /// recomputed for the input gradients, this is its third run.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub ops_for_weights: Vec<&'static str>,
 }

@@ -14,7 +14,7 @@ use gapless_parallel::{Action, Cell, Communication, CommunicationKind, KeptBuffe
 use crate::program::{BufferKind, InstrKind, Message, Program};
 
 impl Program {
-    /// Returns the row of a schedule table that this program runs: its actions, and the messages between them. If the
+    /// Returns the row of a schedule table that this program runs: the actions, and the messages between them. If the
     /// last stage is only a head that computes its gradients in the forward, the row still lists the head's backward.
     pub fn cells(&self) -> Vec<Cell> {
         self.cells_of_instructions().0
@@ -35,7 +35,8 @@ impl Program {
         live.max().unwrap_or(0) as u64
     }
 
-    /// Returns the values that live across several cells. The simulator takes them from a program with one micro-batch.
+    /// Returns the values that live across several cells. The simulator takes these values from a program with one
+    /// micro-batch.
     pub fn kept(&self) -> Vec<KeptBuffer> {
         let (cells, cell_of) = self.cells_of_instructions();
         self.outliving(&cell_of)
@@ -134,7 +135,7 @@ enum Act {
 }
 
 /// Returns a message as a cell in PyTorch's terms: a send and its wait belong to the sender's stage, and a receive to
-/// the receiver's stage.
+/// the receiver's stage. Returns `None` for messages of the update.
 fn communication(tag: Tag, act: Act, receiver: Option<StageId>) -> Option<Cell> {
     let kind = match (tag.direction, act) {
         (Direction::Forward, Act::Send) => CommunicationKind::SendForward,

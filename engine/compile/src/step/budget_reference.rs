@@ -137,8 +137,8 @@ fn check(hidden: &[usize], micro_batches: usize) {
     match choose_recomputation(&step, &below, &plan, TARGET, &[]) {
         Err(Error::OverBudget { smallest, .. }) => {
             // The search takes the peak of a layer only in the graph's order of operations. With several micro-batches,
-            // it also slightly underestimates the live bytes outside the layers. So it may mistake the second smallest
-            // choice for the smallest.
+            // the search also slightly underestimates the live bytes outside the layers. So it may mistake the second
+            // smallest choice for the smallest.
             let allowed = least / 100;
             assert!((least..=least + allowed).contains(&smallest), "{smallest}, not {least}");
             least = smallest;

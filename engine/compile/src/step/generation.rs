@@ -111,8 +111,9 @@ fn one_of_each(trace: &Trace, logits: &Tensor) -> Result<Tensor> {
     Ok(pick(&inputs[0])?.linear(&inputs[1], inputs.get(2))?)
 }
 
-/// Compiles into one arena the programs of a model that is not trained. These are the evaluation and, with caches,
-/// `prefill` and `decode`; without caches, the program that computes the logits of one sequence.
+/// Compiles into one arena the programs of a model that is not trained. One of them is the evaluation. With caches,
+/// `prefill` and `decode` are added. Without caches, the program that computes the logits of one sequence is added
+/// instead.
 ///
 /// # Errors
 /// Returns the errors of [`compile_step`](super::compile_step).

@@ -55,13 +55,13 @@ impl StepGraph {
         self.step.graph()
     }
 
-    /// Number of trained parameters over all ranks.
+    /// Returns the number of trained parameters over all ranks.
     pub fn parameters(&self) -> u64 {
         self.step.parameters
     }
 
-    /// Returns the program of a rank of the pipeline. If several ranks have the same stages, it is the program of the
-    /// first of them.
+    /// Returns the program of a rank of the pipeline. If several ranks have the same stages, returns the program of the
+    /// first of these ranks.
     ///
     /// # Errors
     /// Returns the errors of [`program`](super::program), and an error if the graph was recorded with other options.
@@ -73,7 +73,7 @@ impl StepGraph {
 
     /// Returns programs of a pipeline rank for a table with fewer micro-batches. Each micro-batch costs and keeps as
     /// much as in the whole step. Usually there is one program. If the policy may recompute twice in a split backward,
-    /// the first program never does so, and a second program always does.
+    /// there are two: the first program never recomputes twice, and the second always does.
     ///
     /// # Errors
     /// Returns the errors of [`Self::program`].

@@ -54,14 +54,15 @@ pub fn boxed_build<'a, M: Model + 'a>(
     move |vb| Ok(Box::new(build(vb)?))
 }
 
-/// Number of micro-batches per pipeline rank after which every schedule is in a steady state, in which it keeps the
-/// same values for each further micro-batch.
+/// Number of micro-batches per pipeline rank after which every schedule is in a steady state. From then on, the
+/// schedule keeps the same values for each further micro-batch.
 const MICRO_BATCHES_PER_RANK: usize = 3;
 
 /// The input that carries the optimizer's scalars of a step.
 pub const SCALARS_INPUT: &str = "step.scalars";
 
-/// The input that holds the loss and the norm above which a guarded step is skipped.
+/// The input that holds the limits of a guarded step. The step is skipped if its loss exceeds the first limit, or its
+/// norm the second.
 pub const LIMITS_INPUT: &str = "step.limits";
 
 /// Inputs of a step over packed documents, in addition to `tokens` and `targets`. All are [batch, sequence]:
@@ -80,7 +81,7 @@ pub const LOSS_PARTS: [(LossPart, &str); 3] = [
     (LossPart::RouterZ, "z-loss of routers"),
 ];
 
-/// Information for a trainer about its programs, in addition to the executable.
+/// Information about the compiled programs that a trainer needs in addition to the executable.
 #[derive(Debug)]
 pub struct CompiledStep {
     /// Number of trained parameters.
@@ -91,7 +92,8 @@ pub struct CompiledStep {
     pub layout: CheckpointLayout,
     /// Names of the watched values that the step outputs.
     pub watched: Vec<String>,
-    /// A digest of the model's graph before its gradients are added. It is the same on all ranks of a mesh.
+    /// A digest of the model's graph before its gradients are added. The digest is the same on all ranks of a mesh. It
+    /// is empty if the model is not trained.
     pub model: String,
     /// The program of the training step; `None` if the model is not trained.
     pub program: Option<Program>,
@@ -122,7 +124,7 @@ pub fn compile_step(
     options.check()?;
     // The graph of the training step: the forward, its stages, its gradients, the update.
     let step = record(build, options, ranks)?;
-    // Two programs of the forward alone, with parameters at the same ranks as in the training step.
+    // Two programs of the forward alone, with parameters on the same ranks as in the training step.
     let evaluate = evaluation(build, options, ranks, &step.stages, target)?;
     let (logits, vocabulary) = logits(build, options, ranks, &step.stages, target)?;
     // The programs that continue sequences. Their caches share memory with the activations of the training step.
@@ -227,9 +229,9 @@ fn shortened(options: &StepOptions, ranks: &RankPlan) -> RankPlan {
     short.flatten().unwrap_or_else(|| ranks.clone())
 }
 
-/// Returns the stages of a rank that may recompute twice: those with a split backward. `None` if there are no such
-/// stages, or if no policy names the values to drop. Also `None` with [`Overflow::Recompute`], because the recomputation
-/// of evicted rows reads values that must be kept.
+/// Returns the stages of a rank that may recompute twice: those with a split backward. Returns `None` if there are no
+/// such stages, or if no policy names the values to drop. Also returns `None` with [`Overflow::Recompute`], because the
+/// recomputation of evicted rows reads values that must be kept.
 fn can_be_twice(options: &StepOptions, ranks: &RankPlan, once: &RematPlan) -> Option<BTreeSet<StageId>> {
     let row = &ranks.table[ranks.at.pipeline];
     let split = row.iter().filter(|action| action.kind == Kind::BackwardInput);
@@ -238,8 +240,8 @@ fn can_be_twice(options: &StepOptions, ranks: &RankPlan, once: &RematPlan) -> Op
     (is_named && options.memory.overflow != Overflow::Recompute && !stages.is_empty()).then_some(stages)
 }
 
-/// Resolves the policy or, if there is one, the budget. The budget is for the step and the programs `others` in one
-/// arena. Each plan that the search tries is lowered and placed.
+/// Resolves the policy or, if there is a budget, searches for the recomputation that fits the budget. The budget is for
+/// the step and the programs `others` in one arena. Each plan that the search tries is lowered and placed.
 fn policy(
     step: &TrainStep,
     options: &StepOptions,

@@ -22,15 +22,15 @@ use crate::executable::CompileOptions;
 use crate::lowering::Target;
 use crate::recompute::{Recompute, StorageOptions};
 
-/// A training step: everything that decides its programs and their memory. A run file has its sizes and precision in
-/// `[step]`; the other fields have tables of their own.
+/// A training step: everything that decides its programs and their memory. In a run file, the table `[step]` has the
+/// sizes and the precision, and other tables have the other fields.
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct StepOptions {
     /// The number of sequences per step, over all ranks together.
     pub batch: usize,
-    /// The number of parts into which each data rank's share of the batch is split. More parts need less memory and
-    /// more time.
+    /// The number of parts into which each data rank's share of the batch is split. A larger number needs less memory
+    /// and more time.
     pub micro_batches: usize,
     /// The number of tokens per sequence.
     pub sequence: usize,
@@ -45,8 +45,9 @@ pub struct StepOptions {
     /// Settings that trade memory for time, and the limits of the arena.
     #[serde(skip)]
     pub memory: MemoryOptions,
-    /// The parameters that are trained. Frozen parameters are stored in the type of [`Self::precision`] without
-    /// gradients, states or masters, and the forward saves only the activations that the trained part needs.
+    /// The parameters that are trained. Frozen parameters are stored in the type of [`Self::precision`], without
+    /// gradients, optimizer states or f32 masters. The forward saves only the activations that gradients of trained
+    /// parameters need.
     #[serde(skip)]
     pub trainable: Trainable,
     /// Terms of the training loss in addition to the likelihood of the targets. The evaluation loss is the likelihood
@@ -65,12 +66,13 @@ pub struct StepOptions {
     /// padding. This requires a model with causal attention, and the CPU.
     #[serde(skip)]
     pub documents: bool,
-    /// Whether gradients are kept until the next step, so that they can be read. This takes as much memory as the
-    /// gradients.
+    /// Whether gradients are kept until the next step, so that they can be read. This takes additional memory of the
+    /// size of the gradients.
     #[serde(skip)]
     pub keep_gradients: bool,
-    /// The caches with which sequences are continued. They share memory with the training step. If this is not set, and
-    /// always on GPUs and over several ranks, each new token takes a forward pass over its whole window.
+    /// The caches with which sequences are continued. The caches share memory with the training step. Without caches,
+    /// each new token takes a forward pass over the token's whole window. Caches are not used on GPUs, nor with several
+    /// pipeline or expert ranks.
     #[serde(skip)]
     pub generation: Option<Generation>,
 }
@@ -94,7 +96,7 @@ pub enum Precision {
 }
 
 impl Precision {
-    /// The type of parameters, activations and gradients.
+    /// Returns the type of parameters, activations and gradients.
     pub fn dtype(self) -> DType {
         match self {
             Self::F32 => DType::F32,
@@ -102,7 +104,7 @@ impl Precision {
         }
     }
 
-    /// Whether parameters that are stored in 16 bits have f32 master copies.
+    /// True if parameters that are stored in 16 bits have f32 master copies.
     pub fn has_masters(self) -> bool {
         self != Self::PureBf16
     }
@@ -153,8 +155,8 @@ pub struct MemoryOptions {
     #[serde(with = "text::size", skip_serializing_if = "Option::is_none")]
     #[schemars(schema_with = "text::size::schema")]
     pub budget: Option<u64>,
-    /// The speed of the device for which a budget chooses the values to recompute. The default is the ratio of a CPU.
-    /// The values of an H100 are `{ flops = 770e12, bytes = 3e12 }`. Only the ratio of the two values matters.
+    /// The speed of the device, by which a budget chooses the values to recompute. Only the ratio of the two values
+    /// matters. The default has the ratio of a CPU. The values of an H100 are `{ flops = 770e12, bytes = 3e12 }`.
     #[serde(default = "cpu_rates")]
     pub rates: Rates,
     /// Operations whose saved results are stored in 8 bits per element. Operations have the names that profiles and
@@ -166,19 +168,19 @@ pub struct MemoryOptions {
     /// The folder of the offload file. It should be on a disk, because a folder in memory saves nothing. Each rank has
     /// a file of its own, which is deleted when the process ends.
     pub offload_to: PathBuf,
-    /// The reserve on expert ranks for routed rows, whose number depends on the data. `"worst"` always suffices, and
-    /// touches only the pages that it uses. A number, such as 1.25, is a multiple of the rows of balanced routing. A
-    /// string, such as `"64MiB"`, is a size.
+    /// The reserve on expert ranks for routed rows, whose number depends on the data. The reserve `"worst"` always
+    /// suffices, and only the pages that a step uses take memory. A number, such as 1.25, is a multiple of the rows of
+    /// balanced routing. Another string, such as `"64MiB"`, is a size.
     #[serde(with = "text::reserve")]
     #[schemars(schema_with = "text::reserve::schema")]
     pub routing: Reserve,
     /// The behaviour of a step whose routed rows exceed the reserve. No choice changes the results of a step that
     /// succeeds.
     pub overflow: Overflow,
-    /// Whether each parameter is updated as soon as its gradient is complete, and the gradient is then freed. With one
-    /// micro-batch, not all gradients exist at the same time. This requires `optimizer.max_norm = inf`, because the
-    /// norm is known only after the last gradient. A step with a non-finite gradient is still reported, but it has
-    /// already changed the model.
+    /// Whether each parameter is updated as soon as its gradient is complete, after which the gradient is freed. With
+    /// one micro-batch, not all gradients then exist at the same time. This requires `optimizer.max_norm = inf`,
+    /// because the norm is known only after the last gradient. A step with a non-finite gradient is still reported, but
+    /// it has already changed the model.
     pub release_gradients: bool,
     /// The maximum work of the planner, in examined rectangles. The default corresponds to one or two seconds, and
     /// planning ends earlier if the lower bound is reached. With less work, a plan may end slightly above the bound.
@@ -214,9 +216,10 @@ pub struct UpdateOptions {
     pub groups: Vec<ParameterGroup>,
     /// The absolute value to which gradient elements are clamped, before the norm is computed.
     pub max_value: Option<f64>,
-    /// Whether a step is skipped, without changing parameters or states, if its loss or norm is not finite or exceeds the limits.
+    /// Whether a step is skipped, without changing parameters or states, if its loss or norm is not finite or exceeds
+    /// the limits.
     pub guarded: bool,
-    /// Decay rate of an exponential moving average of every trained parameter. Without it, there is no average. The
+    /// Decay rate of an exponential moving average of every trained parameter. With `None`, no averages are kept. An
     /// average is f32 and stored as `average/NAME`. Usual rates are 0.999 or more.
     pub average: Option<f64>,
 }
@@ -228,7 +231,7 @@ pub struct ParameterGroup {
     pub names: Vec<String>,
     /// The update rule of the group.
     pub optimizer: Arc<dyn Optimizer>,
-    /// The factor by which the group's learning rate differs from the step's.
+    /// The factor by which the step's learning rate is multiplied for this group.
     pub learning_rate: f64,
 }
 
@@ -242,8 +245,8 @@ impl UpdateOptions {
         self.groups.iter().position(is_in).map_or(0, |group| group + 1)
     }
 
-    /// Returns the update rules, each with the factor of its learning rate. The first is `rest`, for parameters without
-    /// a group. The rules of the groups follow.
+    /// Returns the update rules, each with the factor of its learning rate. The first rule is `rest`, which applies to
+    /// parameters without a group. The rules of the groups follow in order.
     pub fn rules<'a>(
         &'a self,
         rest: &'a Arc<dyn Optimizer>,
@@ -320,7 +323,7 @@ impl StepOptions {
     /// Maximum number of micro-batches, of ranks along one axis, and of stages per rank.
     const MAX_EXTENT: usize = 1 << 16;
 
-    /// Number of parts into which the batch is split: the micro-batches of all ranks that share it.
+    /// Returns the number of parts into which the batch is split: the micro-batches of all ranks that share the batch.
     pub fn parts(&self) -> usize {
         self.micro_batches.saturating_mul(self.mesh.data).saturating_mul(self.mesh.expert)
     }
@@ -334,18 +337,18 @@ impl StepOptions {
         }
     }
 
-    /// Number of sequences per evaluation; the same as in a micro-batch.
+    /// Returns the number of sequences per evaluation, which is the number of sequences per micro-batch.
     pub fn evaluation_batch(&self) -> usize {
         self.batch / self.parts().max(1)
     }
 
-    /// Number of pipeline stages.
+    /// Returns the number of pipeline stages.
     pub fn stages(&self) -> usize {
         self.mesh.pipeline.saturating_mul(self.pipeline.chunks)
     }
 
-    /// Returns the caches for generation. `None` if no caches are set, or if the mesh has several pipeline or expert
-    /// ranks. Also `None` on a GPU, because GPUs have no kernels for caches.
+    /// Returns the caches for generation. Returns `None` if no caches are set, or if the mesh has several pipeline or
+    /// expert ranks. Also returns `None` on a GPU, because GPUs have no kernels for caches.
     pub fn caches(&self, target: Target) -> Option<&Generation> {
         let is_supported = self.mesh.pipeline == 1 && self.mesh.expert == 1 && matches!(target, Target::Cpu { .. });
         self.generation.as_ref().filter(|_| is_supported)
@@ -356,12 +359,12 @@ impl StepOptions {
         StorageOptions { compress: &self.memory.compress, offload: &self.memory.offload }
     }
 
-    /// The planner options for this step.
+    /// Returns the planner options for this step.
     pub fn planning(&self) -> CompileOptions {
         self.planning_within(self.memory.budget)
     }
 
-    /// The planner options for an arena of at most this many bytes.
+    /// Returns the planner options for an arena of at most this many bytes.
     pub fn planning_within(&self, capacity: Option<u64>) -> CompileOptions {
         CompileOptions::within(capacity, self.memory.planning, self.memory.routing)
     }

@@ -22,8 +22,8 @@ pub enum Overflow {
     Grow,
     /// The reserve always has space for the largest number of rows of one layer and micro-batch. Rows that are saved
     /// for the backward use the rest of the reserve. If these rows do not fit on some rank, all ranks that share the
-    /// experts free them after the forward, and exchange and recompute them in the backward. This requires a reserve that
-    /// is a multiple of balanced routing, or the worst case, in which all rows are saved.
+    /// experts free them after the forward, and exchange and recompute them in the backward. The reserve must be a
+    /// multiple of balanced routing or `"worst"`. With `"worst"`, all rows are saved.
     Recompute,
 }
 

@@ -122,8 +122,8 @@ impl RankPlan {
 
     /// Determines a rank's coordinate in the mesh, and the actions of its pipeline.
     ///
-    /// # Errors Returns an error if the mesh has no such rank, or if the schedule does not support the shape of the
-    /// mesh.
+    /// # Errors
+    /// Returns an error if the mesh has no such rank, or if the schedule does not support the shape of the mesh.
     pub fn new(mesh: Mesh, rank: usize, pipeline: &Pipeline, micro_batches: usize) -> Result<Self> {
         let ranks = mesh.ranks()?;
         let fail = |why, remedy| Err(Error::config("mesh", why, remedy));

@@ -26,7 +26,7 @@ pub(super) struct TrainStep {
     trace: Trace,
     /// The loss of a micro-batch.
     loss: Tensor,
-    /// The factor of a micro-batch's loss in the loss of the whole batch.
+    /// The factor by which a micro-batch's loss enters the loss of the whole batch.
     loss_weight: f64,
     gradients: Vec<Parameter>,
     outputs: Vec<Output>,
@@ -80,7 +80,8 @@ impl TrainStep {
     pub fn differentiate(&mut self, options: &StepOptions) -> Result<()> {
         let _span = tracing::info_span!("autodiff").entered();
         let Self { trace, stages, .. } = self;
-        // Summing several micro-batches loses more to rounding, so the optimizer may choose a wider type for the sum.
+        // A sum over several micro-batches loses more to rounding, so the optimizer may choose a wider type for the
+        // sum.
         let several = options.micro_batches > 1;
         let looked_up = trace.looked_up();
         let gradients = differentiate_in(&trace.graph, &self.loss, self.loss_weight, &|parameter| {
@@ -217,7 +218,7 @@ impl Trace {
         Ok((Self { graph, tokens }, model))
     }
 
-    /// Returns the tables whose rows are looked up by ids, whether these are ids of tokens or others.
+    /// Returns the tables whose rows are looked up by ids, whether or not these are ids of tokens.
     pub fn looked_up(&self) -> HashSet<ValueId> {
         let graph = self.lock();
         let lookups = graph.nodes().iter().filter(|node| node.op.name() == "embedding");

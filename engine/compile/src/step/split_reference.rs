@@ -40,8 +40,8 @@ fn cost(program: &Program) -> (u64, u64) {
     (lower_bound(&table(program).unwrap()), program.nanoseconds(&RATES)[1])
 }
 
-/// If a policy names the values to drop, the set of stages that recompute twice has the lowest peak of live bytes. Of
-/// sets with the same peak, it takes the least time.
+/// If a policy names the values to drop, the chosen set of stages that recompute twice has the lowest peak of live
+/// bytes. Of the sets with the same peak, the chosen set takes the least time.
 #[test]
 fn no_other_stages_hold_less() {
     let layers = Recompute::Layers(Layers::All);

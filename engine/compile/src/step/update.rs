@@ -68,7 +68,7 @@ struct Inputs {
     scalars: Vec<Tensor>,
 }
 
-/// The part of a parameter that a rank holds and updates.
+/// The part of a parameter that a rank holds, and the part that the rank updates.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Ownership {
     /// The rank holds and updates the whole parameter, like all other ranks that hold it.
@@ -92,7 +92,7 @@ pub struct CheckpointLayout {
     pub stages: BTreeMap<String, StageId>,
     /// Tensors that no update changes.
     pub frozen: BTreeSet<String>,
-    /// The part that this rank has, for each tensor that it does not have as a whole.
+    /// For each tensor of which this rank has only a part: that part.
     pub parts: HashMap<String, Shard>,
     /// States that are initialized with the value of their parameter (masters and averages), by the parameter's name.
     pub copies: HashMap<String, Vec<String>>,
@@ -116,7 +116,8 @@ pub(super) struct Recorded {
 }
 
 impl Update<'_> {
-    /// Returns the loss of the whole batch, given the sum over this rank's micro-batches.
+    /// Returns the loss of the whole batch. `loss` is the sum over this rank's micro-batches, and `share` is the weight
+    /// of a micro-batch's loss in the loss of the whole batch.
     pub fn mean_loss(&self, loss: &Tensor, share: f64) -> Result<Tensor> {
         let place = self.trace.lock().place_of(loss.id()).unwrap_or_default();
         self.place(place);
@@ -342,8 +343,8 @@ impl Update<'_> {
         Tensor::apply_op::<1>(Contiguous, &[gradient]).map(|[own]| own)
     }
 
-    /// Returns the norm of all gradients. Each stage computes the squares of its own gradients, and every rank adds up
-    /// the squares of all stages. Parameters whose rule is set by the model are left out.
+    /// Returns the norm of all gradients. Each stage computes the sum of squares of its own gradients, and every rank
+    /// adds up the sums of all stages. Parameters whose rule is set by the model are left out.
     fn norm(&self, targets: &[UpdateTarget<'_>], loss: &Tensor) -> Result<Tensor> {
         let mut groups: BTreeMap<(StageId, Ownership, usize), Vec<&Tensor>> = BTreeMap::new();
         for (index, target) in targets.iter().enumerate().filter(|(_, target)| !target.is_own) {
@@ -393,7 +394,7 @@ impl Update<'_> {
         self.own(&view)
     }
 
-    /// Returns the number of ranks among which a parameter is divided.
+    /// Returns the number of ranks among which a parameter is divided, which is 1 for a parameter that is not divided.
     fn ranks(&self, part: Ownership) -> usize {
         match part {
             Ownership::Whole => 1,

@@ -59,7 +59,8 @@ impl Op for Fused {
         &self.overwrites
     }
 
-    /// Runs the reference implementation. A CPU never runs fused operations otherwise, because it would gain nothing.
+    /// Runs the reference implementation. Programs for a CPU contain no fused operations, because fusion would not make
+    /// them faster.
     fn run(&self, args: &mut Args<'_>) {
         let outputs: Vec<&mut [f32]> = (0..self.outputs.len()).map(|index| args.output(index)).collect();
         let wide = |x: &[f32]| x.iter().map(|&x| f64::from(x)).collect();

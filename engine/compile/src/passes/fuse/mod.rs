@@ -6,8 +6,8 @@
 //! - A result that only the group reads stays in registers. The buffer of such a result is removed, unless a member
 //!   overwrites that buffer in place. Other results are also stored.
 //! - A group may end with a normalization of rows.
-//! - A group may begin with the input gradient of a normalization. It then includes the gradients of the
-//!   normalization's weight and bias, because they read the same rows.
+//! - A group may begin with the input gradient of a normalization. The group then includes the gradients of the
+//!   normalization's weight and bias, because these gradients read the same rows.
 //! - A matrix product takes one operation as its epilogue.
 //! - An embedding gradient that is one summand of a sum is accumulated directly into the other summand.
 //! - The peak of live bytes never rises.
@@ -43,10 +43,10 @@ const REACH: usize = 64;
 /// Maximum number of members of a group. Larger kernels run out of registers, which costs more than saved launches
 /// gain.
 const MAX_MEMBERS: usize = 24;
-/// Maximum number of operands of the fused instruction. More would also run out of registers.
+/// Maximum number of operands of the fused instruction. Kernels with more operands would also run out of registers.
 const MAX_OPERANDS: usize = 16;
 
-/// Maximum number of inputs of an expression, and of its constants: each is named by one digit.
+/// Maximum number of inputs of an expression, and of its constants. Each input and constant is named by a single digit.
 const MAX_NAMED: usize = 10;
 
 pub(super) fn run(program: &mut Program, _: &Context<'_>) -> Result<()> {
@@ -75,11 +75,12 @@ fn fuse(program: &mut Program) {
 /// The contents of a buffer from one write to the next.
 #[derive(Debug, Default)]
 struct Version {
-    /// The instruction and output that write it. `None` for contents that exist before the program starts.
+    /// The instruction and output that write the version. `None` for contents that exist before the program starts.
     written_by: Option<(usize, usize)>,
-    /// Instructions that read it. Includes instructions that write a part of the buffer and preserve the rest.
+    /// Instructions that read the version. Instructions that write a part of the buffer and preserve the rest are
+    /// included.
     readers: Vec<usize>,
-    /// Whether it is read after the program ends, by the host or the next program.
+    /// Whether the version is read after the program ends, by the host or the next program.
     is_read_after: bool,
 }
 
@@ -96,9 +97,9 @@ struct Fusion<'a> {
     written: Vec<Vec<usize>>,
     /// By buffer: the instructions that touch it.
     users: Vec<Vec<usize>>,
-    /// By instruction: how it can be fused. `None` if it cannot.
+    /// By instruction: how the instruction can be fused. `None` if it cannot.
     fusible: Vec<Option<Fusible>>,
-    /// By instruction: the range of instructions that it may be fused with.
+    /// By instruction: the range of instructions with which it may be fused.
     within: Vec<Range<usize>>,
     /// Instructions that were fused into a later one.
     is_taken: Vec<bool>,
@@ -210,8 +211,9 @@ impl<'a> Fusion<'a> {
         }
     }
 
-    /// Returns the instructions that sum up the gradients of a normalization's weight and bias, if the group begins
-    /// with the input gradient of that normalization. They must precede the group's last member and read the same rows.
+    /// If the group begins with the input gradient of a normalization, returns the instructions that sum up the
+    /// gradients of that normalization's weight and bias. Only instructions are returned that precede the group's last
+    /// member and read the same rows.
     fn weight_sums(&self, group: &BTreeSet<usize>) -> impl Iterator<Item = usize> {
         let last = group.last().copied().unwrap_or(0);
         let has_sums = group.iter().any(|&member| self.fusible[member] == Some(Fusible::NormGradWeight));
@@ -394,13 +396,13 @@ impl<'a> Fusion<'a> {
         Some(Instr { workspace: pieces, accumulate, rematerialized: last.rematerialized, ..instr })
     }
 
-    /// Marks the inputs that outputs overwrite in place, and returns the pairs (input, output). `None` if one kernel
-    /// cannot overwrite them correctly.
+    /// Marks the inputs that outputs overwrite in place, and returns the pairs (input, output). Returns `None` if one
+    /// kernel cannot overwrite them correctly.
     fn overwrites(&self, order: &[usize], inputs: &mut [Operand], outputs: &[Operand]) -> Option<Vec<(usize, usize)>> {
         let mut overwrites = Vec::new();
         for (index, output) in outputs.iter().enumerate() {
-            // If a buffer is written twice, or read at other elements than it is written, the order of accesses
-            // matters, and a kernel does not order them.
+            // The order of accesses matters if a buffer is written twice, or if the elements that are read differ from
+            // those that are written. A kernel does not order its accesses.
             let is_twice = outputs[..index].iter().any(|other| other.buffer == output.buffer);
             let mut over = (0..inputs.len()).filter(|&input| inputs[input].buffer == output.buffer);
             let first = over.next();

@@ -22,7 +22,7 @@ pub enum EpilogueKind {
 }
 
 impl EpilogueKind {
-    /// Classifies an operation that reads a product. `None` if the operation cannot be fused with the product.
+    /// Classifies an operation that reads a product. Returns `None` if the operation cannot be fused with the product.
     pub fn from_fusible(fusible: &Fusible) -> Option<Self> {
         let Fusible::Each { outputs, .. } = fusible else { return None };
         match &outputs[..] {
@@ -106,8 +106,8 @@ impl Fusion<'_> {
         products.any(|product| self.joins(&BTreeSet::from([sum]), product))
     }
 
-    /// True if fused instructions may overwrite a buffer that they read. A library writes elements in its own order, so
-    /// it may overwrite only the tensor to which the product is added.
+    /// True if fused instructions may overwrite a buffer that they read. The library for matrix products writes
+    /// elements in its own order. So a fused product may overwrite only the tensor to which the product is added.
     pub(super) fn may_overwrite(&self, order: &[usize], buffer: BufferId) -> bool {
         let [first, .., last] = *order else { return true };
         let is_sum = || self.fusible[last].as_ref().and_then(EpilogueKind::from_fusible) == Some(EpilogueKind::Add);
@@ -116,7 +116,7 @@ impl Fusion<'_> {
     }
 }
 
-/// Returns the library call for a product and the one operation that follows it.
+/// Returns the library call for a product and the operation that follows it, or `None` if there is no such call.
 pub(super) fn product(fused: &Fused, operands: &Operands<'_>) -> Option<Product> {
     let [first, second] = &fused.members[..] else { return None };
     let output = |member: usize| {

@@ -38,8 +38,8 @@ fn operand(buffer: BufferId, dims: &[usize]) -> Operand {
 }
 
 /// Returns random programs of elementwise functions, normalizations, and a function that cannot be fused. Each
-/// instruction reads some of the latest buffers. It writes a new buffer, overwrites one that it reads, or rewrites
-/// another one. Parts have `part` instructions each.
+/// instruction reads some of the latest buffers. It writes a new buffer, overwrites a buffer that it reads, or rewrites
+/// another buffer. Parts have `part` instructions each.
 fn any_program(instrs: std::ops::Range<usize>, part: usize) -> impl Strategy<Value = Program> {
     let instr = (0..9u8, 0..8u8, any::<[u8; 4]>());
     prop::collection::vec(instr, instrs).prop_map(move |described| {

@@ -10,8 +10,8 @@
 //! peak of the program cannot be lowered any more. (OLLA, Steiner et al., arXiv 2210.12924, and ROAM, Shu et al., arXiv
 //! 2310.19295, give whole graphs to a solver instead.)
 //!
-//! Two instructions keep their order if they touch the same bytes and one of them writes. So neither the results
-//! change, nor the order in which gradients are summed.
+//! Two instructions keep their order if they touch the same bytes and one of them writes these bytes. So neither the
+//! results nor the order in which gradients are summed change.
 
 mod window;
 
@@ -124,8 +124,8 @@ impl Profile {
         Self { order: (0..instrs).collect(), touches, workspace, bytes, born, dies, live, segments: segments(program) }
     }
 
-    /// Returns candidate windows around a position: one centred on the position, one mostly after it, and one mostly
-    /// before it.
+    /// Returns candidate windows around a position: one centred on the position, one that is mostly after the position,
+    /// and one that is mostly before.
     fn windows(&self, at: usize) -> Vec<Range<usize>> {
         let segment = self.segments.partition_point(|segment| segment.end <= at);
         let segment = self.segments.get(segment).filter(|segment| segment.contains(&at));
@@ -142,7 +142,8 @@ impl Profile {
         windows
     }
 
-    /// Returns the window at these positions, and the bytes that are live there whatever the order of the window.
+    /// Returns the window at these positions, and the bytes that are live at all of these positions in every order of
+    /// the window.
     fn window(&self, places: Range<usize>) -> (Window, u64) {
         let mut window = Window::default();
         let mut local: HashMap<usize, usize> = HashMap::new();
@@ -184,8 +185,8 @@ impl Profile {
     }
 }
 
-/// Returns the accesses of an instruction. Row counts are resources too, because the instruction that defines a row
-/// count must stay before those with buffers of that count.
+/// Returns the accesses of an instruction. Row counts are resources too: the instruction that defines a row count must
+/// stay before the instructions that use buffers sized by that count.
 fn touches(program: &Program, instr: &Instr) -> Vec<Touch> {
     let mut touches: Vec<Touch> = Vec::new();
     let mut touch = |resource: usize, writes: bool| match touches.iter_mut().find(|known| known.resource == resource) {
@@ -205,8 +206,8 @@ fn touches(program: &Program, instr: &Instr) -> Vec<Touch> {
     touches
 }
 
-/// Returns the ranges within which instructions may move. Each range is a run of computation of one action, including
-/// operations of the update that were moved there, or a run of the update itself.
+/// Returns the ranges within which instructions may move. Each range consists of consecutive computations of one
+/// action, or of the update. A range of an action includes operations of the update that were moved into the action.
 fn segments(program: &Program) -> Vec<Range<usize>> {
     let last_action = program.parts.iter().rposition(|part| part.action.is_some());
     let mut segments: Vec<Range<usize>> = Vec::new();

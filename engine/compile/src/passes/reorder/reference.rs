@@ -1,5 +1,5 @@
-//! Checks the pass on small programs. The reference is a brute-force search over all valid orders, whose peaks are
-//! measured as the planner does.
+//! Checks the pass on small programs. The reference is a brute-force search over all valid orders. It measures each
+//! peak with the planner's lower bound.
 
 use std::sync::Arc;
 
@@ -52,7 +52,7 @@ fn any_program(instrs: std::ops::Range<usize>, part: usize) -> impl Strategy<Val
     })
 }
 
-/// True if two instructions must keep their order, because they use the same buffer and one of them writes it.
+/// True if two instructions must keep their order: they use the same buffer, and one of them writes the buffer.
 fn in_conflict(a: &Instr, b: &Instr) -> bool {
     let writes = |a: &Instr, b: &Instr| {
         let uses = || b.inputs.iter().chain(&b.outputs);

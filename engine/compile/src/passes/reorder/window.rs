@@ -3,7 +3,8 @@
 //! The live bytes depend only on the set of instructions that have run, not on their order. So the search runs over
 //! sets, from the empty set to the full one, in the order of the lowest peak with which each set can be reached. This
 //! is Dijkstra's algorithm, with the maximum edge of a path instead of the sum. An instruction that frees at least as
-//! many bytes as it allocates, and does not raise the peak, is taken at once, because no order is better without it.
+//! many bytes as it allocates, and does not raise the peak, is taken at once, because no order that postpones the
+//! instruction is better.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap};
@@ -11,7 +12,7 @@ use std::collections::{BinaryHeap, HashMap};
 /// Maximum number of instructions in a window, which is the number of bits of a [`Done`].
 pub(super) const WINDOW: usize = 64;
 
-/// Maximum number of sets that are examined. If they do not suffice, the window is left unchanged.
+/// Maximum number of sets that are examined. If the search needs more sets, the window is left unchanged.
 const SETS: usize = 4096;
 
 /// The set of instructions that have run.
@@ -95,8 +96,8 @@ impl Window {
         self.resources.iter().filter(|resource| resource.is_alive(0)).map(|resource| resource.bytes).sum()
     }
 
-    /// Returns the live bytes while an instruction runs, and after it has run. `done` is the set of instructions that
-    /// have run before, and `now` is the live bytes before.
+    /// Returns the live bytes while an instruction runs, and the live bytes after it has run. `done` is the set of
+    /// instructions that have run before, and `now` is the number of bytes that are live before the instruction.
     fn run(&self, index: usize, done: Done, now: u64) -> (u64, u64) {
         let resources = || self.touches[index].iter().map(|&resource| &self.resources[resource]);
         let born = resources().filter(|resource| !resource.is_alive(done));

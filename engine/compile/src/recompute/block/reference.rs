@@ -20,8 +20,8 @@ use gapless_graph::Result;
 /// Returns random layers. Each forward node reads some of the nodes before it, and the backward reads some of the
 /// forward's results in reverse order.
 fn any_layer(candidates: std::ops::RangeInclusive<usize>) -> impl Strategy<Value = Layer> {
-    // Per node: bytes, nanoseconds, a mask of the nodes that it reads, and a kind. The backward does not read kinds 0
-    // and 1. It reads kind 2, which cannot be recomputed. Any other kind is a candidate.
+    // Per node: bytes, nanoseconds, a mask of the nodes that it reads, and a kind. The backward does not read nodes of
+    // kinds 0 and 1. It reads nodes of kind 2, but these cannot be recomputed. Nodes of any other kind are candidates.
     let node = (1..100u64, 0..100u64, any::<u32>(), 0..8usize);
     let nodes = prop::collection::vec(node, 2 * candidates.end());
     (candidates, nodes).prop_map(|(candidates, nodes)| {
@@ -98,8 +98,8 @@ generated! {
         prop_assume!(layer.candidates.len() == 17);
         let choices = layer.choices();
         let widest = choices.iter().map(|choice| choice.peak).max().unwrap();
-        // The tolerance for reducing the choices to 256. In ten thousand random layers, at most a quarter of it was
-        // needed.
+        // The tolerance is needed because the choices are reduced to 256. In ten thousand random layers, at most a
+        // quarter of the tolerance was needed.
         let beaten = |run: &Choice| choices.iter().any(|choice| is_as_good(choice, run, widest / 32));
         prop_assert!(of_runs(&layer).iter().all(beaten));
         prop_assert_eq!(choices[0].dropped, 0);
@@ -141,9 +141,9 @@ fn is_as_good(one: &Choice, other: &Choice, within: u64) -> bool {
     kept && one.peak <= other.peak + within && one.nanoseconds <= other.nanoseconds
 }
 
-/// Returns all pairs of the best choices of two runs of candidates. The choices of a run are found while the other run
-/// is kept. Choices with equal costs can differ in cost once they are combined with choices of the other run. Of such
-/// choices, the one with the lowest bit mask is taken.
+/// Returns all pairs of the best choices of two runs of candidates. While the choices of one run are searched, the
+/// other run is kept. Two choices of a run with equal costs can have different costs in combination with the other run.
+/// Of such choices, the one with the lowest bit mask is taken.
 fn of_runs(layer: &Layer) -> Vec<Choice> {
     let mut costs = Costs::new(layer);
     let mut best = |subsets: Vec<u64>| -> Vec<Choice> {
@@ -212,7 +212,7 @@ fn a_layer_of_experts_has_choices_no_worse_than_those_of_its_runs() {
     let layer = layers.iter().max_by_key(|layer| layer.candidates.len()).unwrap();
     assert!(layer.candidates.len() > 16, "{} candidates", layer.candidates.len());
     let (choices, runs) = (layer.choices(), of_runs(layer));
-    // The tolerance for reducing some 2500 choices that differ by little.
+    // The tolerance is needed because some 2500 choices that differ by little are reduced.
     let within = choices[0].peak / 1024;
     let is_worse = |run: &&Choice| !choices.iter().any(|choice| is_as_good(choice, run, within));
     let worse: Vec<&Choice> = runs.iter().filter(is_worse).collect();
