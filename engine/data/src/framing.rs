@@ -1,7 +1,7 @@
 //! The special tokens around a document, and the treatment of special tokens whose text occurs in a document.
 //!
-//! In: a tokenizer, the files in its folder, and the options of a run. Out: a [`Framing`], which records the file or
-//! option that named its end token. Never: a token that the tokenizer does not have.
+//! In: a tokenizer, the files in its folder, and the options of a run. Out: a [`Framing`], which also records the file
+//! or option that named the end token. Never: a token that the tokenizer does not have.
 
 use std::path::Path;
 

@@ -38,7 +38,7 @@ unsafe impl Send for Entry {}
 /// The mismatch between two ranks of one collective.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Disagreement {
-    /// The ranks have started different operations, or with different sizes.
+    /// The ranks have started different operations, or the same operation with different sizes.
     Started { ranks: [usize; 2], entries: [Entry; 2] },
     /// A part of an all-to-all has different sizes at its ends.
     Part { from: usize, to: usize, sent: usize, expected: usize },

@@ -1,4 +1,5 @@
-//! Ranks that are GPUs. On a machine without a GPU, the errors are checked, otherwise the operations of a single rank.
+//! Ranks that are GPUs. On a machine with a GPU, the operations of a single rank are checked. On any other machine, the
+//! errors are checked.
 
 use std::sync::Arc;
 

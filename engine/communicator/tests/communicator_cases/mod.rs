@@ -109,8 +109,8 @@ fn crossing_sends(rank: &mut dyn Communicator) -> Result<()> {
     Ok(())
 }
 
-/// Messages to the next rank of a ring, which receives them in another order than they are sent. They differ in several
-/// fields of the tag.
+/// Sends messages to the next rank of a ring, which receives them in another order. The messages' tags differ in
+/// several fields.
 fn tags_out_of_order(rank: &mut dyn Communicator) -> Result<()> {
     const MESSAGES: usize = 60;
     let (me, size) = (rank.rank(), rank.size());

@@ -1,5 +1,5 @@
-//! Shutdown notices. A rank that leaves properly notifies all others, so that a rank that still waits for it notices
-//! that the wait is in vain.
+//! Shutdown notices. A rank that leaves properly notifies all others. If another rank still waits for this rank, the
+//! notice shows that the wait is in vain.
 
 use std::time::{Duration, Instant};
 

@@ -405,8 +405,8 @@ pub(super) fn padded(renderer: &Renderer<'_>, text: &str, method: &str, width: i
     Ok(out.text)
 }
 
-/// Returns the part of a string between two character positions, and the number of characters before it. Returns `None`
-/// if the start is after the end of the string.
+/// Returns the part of a string between two character positions, and the number of characters before this part. Returns
+/// `None` if the start is after the end of the string.
 fn part(text: &str, start: Option<Value>, end: Option<Value>) -> Outcome<Option<(usize, &str)>> {
     if start.is_none() && end.is_none() {
         return Ok(Some((0, text)));
