@@ -80,8 +80,8 @@ impl FolderLock {
         }
         match file.try_lock() {
             Ok(()) => {
-                // An error is ignored, because without the description only other processes' error messages lack the
-                // owner.
+                // An error is ignored: without the description, the lock still works, and only the error messages of
+                // other processes lack the owner.
                 let _ = file.set_len(0).and_then(|()| writeln!(file, "{}", this_process()));
             }
             Err(TryLockError::WouldBlock) => {

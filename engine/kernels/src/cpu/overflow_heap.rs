@@ -1,5 +1,5 @@
-//! Memory outside of the arena, for dynamic buffers that find no room in the arena. The arena grows after such a
-//! step.
+//! Memory outside of the arena, for dynamic buffers that find no room in the arena. After a step that uses such memory,
+//! the arena grows.
 //!
 //! In: refused requests. Out: one block per request, at offsets beyond the arena's end. Never: an allocation in a
 //! step whose buffers all find room in the arena.

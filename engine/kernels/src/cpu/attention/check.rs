@@ -73,8 +73,8 @@ impl Attention {
         Ok(starts.as_ptr())
     }
 
-    /// Returns the element count of a tensor with one element per query and head. On overflow it saturates, so that
-    /// the length check fails.
+    /// Returns the element count of a tensor with one element per query and head. If the count overflows, it saturates,
+    /// so that the length check fails.
     pub(super) fn per_query_len(&self, heads: usize) -> usize {
         self.batch.saturating_mul(heads).saturating_mul(self.queries)
     }
