@@ -56,7 +56,8 @@ impl Machine {
         machine.program("bin/compute-sanitizer", SANITIZER);
         machine.program("bin/nvidia-smi", "#!/bin/sh\n[ -z \"$NO_GPU\" ] && echo 'NVIDIA H200, 580.1, 143771 MiB'\n");
         machine.file("binaries/commit", "0123abc\n");
-        // With this file, the result does not depend on whether this machine has a PyTorch with a GPU.
+        // This file makes the import of PyTorch fail, so that the result does not depend on whether this machine has
+        // PyTorch and a GPU.
         machine.file("python/torch.py", "raise ImportError('not in this test')\n");
         machine
     }

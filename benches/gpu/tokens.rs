@@ -1,6 +1,6 @@
-//! Generated text, so that no data has to be downloaded. Where the model should learn something, the ids are those of
-//! a Markov chain. Where speed is measured, the ids are uniform. Speed depends on the number of distinct ids, so
-//! uniform ids match those of pytorch.py.
+//! Generated text, so that no data has to be downloaded. To test learning, the ids are those of a Markov chain. To
+//! measure speed, the ids are uniform. Speed depends on the number of distinct ids, and pytorch.py uses uniform ids
+//! too.
 //!
 //! In the chain, each of 64 states is followed by one of four states, with probabilities 5/8, 1/8, 1/8 and 1/8. The
 //! states' ids are spread over the vocabulary. An untrained model has a loss of ln(vocabulary). A model that has

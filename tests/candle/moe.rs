@@ -283,7 +283,7 @@ impl Choice {
         chosen.into_iter().for_each(|expert| wanted[expert] = true);
     }
 
-    /// Returns the `count` best elements, and the others. Of equal elements, the first ones are better.
+    /// Returns the `count` best elements, and the others. Of equal elements, earlier ones count as better.
     fn best<T>(&mut self, mut items: Vec<T>, worth: impl Fn(&T) -> f64, count: usize) -> (Vec<T>, Vec<T>) {
         items.sort_by(|a, b| worth(b).total_cmp(&worth(a)));
         let others = items.split_off(count.min(items.len()));

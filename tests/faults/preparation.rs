@@ -12,7 +12,7 @@ use gapless_testing::slow_tests_enabled;
 
 use crate::Draw;
 
-/// Number of lines: more than twice the text whose work can be lost by one kill.
+/// Number of lines. Their text is more than twice the text that must be tokenized again after a kill.
 const LINES: u64 = 3_000_000;
 
 /// Tokenizes `text.txt` in a folder, with the subfolder `cache` for the results.

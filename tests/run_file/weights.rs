@@ -9,7 +9,7 @@ use serde_json::Value;
 
 use crate::{Place, TINY, tokenizer};
 
-/// A run starts from a model folder. It writes the same folder with trained weights, or an adapter.
+/// A run starts from a model folder. The run writes the same folder with trained weights, or an adapter.
 #[test]
 fn trained_weights_leave_in_the_form_that_they_came_in() {
     let place = Place::new();

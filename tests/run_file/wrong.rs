@@ -4,7 +4,7 @@ use gapless::run::RunConfig;
 
 use crate::{Place, TINY};
 
-/// Changes to the tiny file, each with the words that the error must contain.
+/// Changes to the tiny run file, each with the words that the error must contain.
 const WRONG: &[(&str, &str, &[&str])] = &[
     ("steps = 4", "steps = 0", &["steps (line 2)", "at least one"]),
     ("steps = 4", "steps = -1", &["line 2", "steps", "invalid value"]),
