@@ -29,7 +29,7 @@ impl Tokens {
         Self { random: seed, state: None, vocabulary: vocabulary as u64 }
     }
 
-    /// The ids of a batch, and the id after each.
+    /// Returns the ids of a batch, and for each id the id that follows it.
     pub fn batch(&mut self, batch: usize, sequence: usize) -> (Vec<u32>, Vec<u32>) {
         let (mut tokens, mut targets) = (Vec::new(), Vec::new());
         for _ in 0..batch {

@@ -5,8 +5,8 @@
 //! `--features mpi` and `-- --processes`, it runs the configurations of two ranks as processes that `mpirun` starts.
 //!
 //! The bytes are those of each rank's arena. Predicted and reserved bytes must be equal. The time is predicted from
-//! operations that [`gapless::step::ThisMachine`] times one by one, without running a whole step. It is compared with
-//! the median step of the slowest rank.
+//! operations that [`gapless::step::ThisMachine`] times one by one, without running a whole step. The predicted time is
+//! compared with the median step of the slowest rank.
 
 use std::time::Instant;
 

@@ -120,7 +120,7 @@ fn tiny() -> (TinyRun, Trainer) {
     (run, trainer)
 }
 
-/// Compares resumed runs with one that was never interrupted.
+/// Compares resumed runs with a run that was never interrupted.
 struct Checker {
     run: TinyRun,
     straight: Trainer,

@@ -43,7 +43,7 @@ pub fn a_kill_loses_nothing() {
         let before = progress();
         let mut child =
             Command::new(std::env::current_exe().unwrap()).arg("--prepare").arg(dir.path()).spawn().unwrap();
-        // Waits until the next 64 MiB are done.
+        // Waits until the next 64 MiB of text are tokenized and saved.
         while progress() == before && child.try_wait().unwrap().is_none() {
             std::thread::sleep(Duration::from_millis(1));
         }

@@ -119,7 +119,7 @@ enum Push {
     FromOne,
     /// The preferred experts become the avoided ones, and vice versa, with every step.
     Oscillate,
-    /// All scores are equal, so the order decides.
+    /// All scores are equal, so the order of experts or tokens decides.
     Nowhere,
 }
 

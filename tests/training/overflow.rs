@@ -21,7 +21,7 @@ struct Seen {
     /// Loss and gradient norm of every step.
     steps: Vec<(f32, f32)>,
     evaluated: f32,
-    /// Parameters and optimizer states at the end.
+    /// Parameters and optimizer states after the last step.
     tensors: Vec<Vec<f32>>,
     /// The arena's report after every step.
     reports: Vec<ArenaReport>,

@@ -11,7 +11,7 @@ use gapless::{
 
 use crate::common::{PLANNING, VOCABULARY, moe, on_cpu};
 
-/// Number of prompt tokens in an example. Their targets do not count.
+/// Number of prompt tokens in an example. The targets of these tokens do not count.
 const PROMPT: usize = 9;
 const STEPS: usize = 3;
 

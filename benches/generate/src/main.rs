@@ -3,13 +3,13 @@
 //!
 //! `cargo run --release -p gapless-bench-generate --features candle-transformers` prints the following for 1 and 8
 //! sequences:
-//! - the tokens per second of both, and their ratio;
+//! - the tokens per second of gapless and of candle-transformers, and their ratio;
 //! - the fraction of the memory bandwidth that gapless reaches, assuming that each token reads every weight once; the
 //!   bandwidth is measured by this program;
 //! - the speed of reading prompts, compared with a forward pass for evaluation;
 //! - the ratio of the CPU times of all threads, for machines that also do other work.
 //!
-//! `RAYON_NUM_THREADS` limits the threads of both.
+//! `RAYON_NUM_THREADS` limits the threads of gapless and of candle.
 
 use std::collections::HashMap;
 use std::ops::ControlFlow;

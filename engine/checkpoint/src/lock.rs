@@ -160,7 +160,8 @@ mod tests {
         assert!(FolderLock::was_acquired(folder.path()));
     }
 
-    /// The copied file handle simulates the one of a child process between its fork and the start of its program.
+    /// The copied file handle simulates the handle that a child process has between its fork and the start of its
+    /// program.
     #[test]
     fn a_copy_of_the_file_does_not_hold_the_lock() {
         let folder = tempfile::tempdir().unwrap();

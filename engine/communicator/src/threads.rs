@@ -55,7 +55,7 @@ pub fn on_threads<T: Send, E: RankError>(
     echo.map_or(Ok(values), Err)
 }
 
-/// The error of a rank's work. It may be a consequence of another rank's failure.
+/// The error of a rank's work. The error may be a consequence of another rank's failure.
 pub trait RankError: Send + From<CommunicatorError> {
     /// Returns the communicator's error that caused this error, or `None` if it has another cause.
     fn communicator(&self) -> Option<&CommunicatorError>;

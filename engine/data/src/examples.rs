@@ -289,7 +289,7 @@ mod tests {
             firsts.sort_unstable();
             let answered = examples.bounds.windows(2).zip(&lengths).filter(|(_, length)| (*length / 2).max(1) <= sequence);
             prop_assert_eq!(firsts, answered.clone().map(|(bounds, _)| bounds[0]).collect::<Vec<_>>());
-            // The same greedy choice is made here by searching all rows.
+            // The test makes the same greedy choice by searching all rows.
             let mut simple: Vec<usize> = Vec::new();
             let mut wanted: Vec<usize> = answered.map(|(_, length)| (length - 1).min(sequence)).collect();
             wanted.sort_unstable_by(|a, b| b.cmp(a));

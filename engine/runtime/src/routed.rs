@@ -29,7 +29,7 @@ pub(crate) struct DynamicBuffers {
     /// The requests that were placed in the last run, in order.
     assigned: Vec<Served>,
     overflow_heap: OverflowHeap,
-    /// For each count, whether its rows were evicted in this run.
+    /// For each row count, true if the rows of the count were evicted in this run.
     evicted: Vec<bool>,
     /// True if this rank had room for the rows of the last vote.
     had_room: bool,

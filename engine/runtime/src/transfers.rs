@@ -157,7 +157,7 @@ pub(crate) struct Operands<'a> {
     pub output: Bytes,
     /// For [`AllToAllRows`](Collective::AllToAllRows): the row offsets of the sent and of the received rows.
     pub row_offsets: [&'a [u32]; 2],
-    /// For [`AllToAllRows`](Collective::AllToAllRows): bytes of a row.
+    /// For [`AllToAllRows`](Collective::AllToAllRows): the bytes of one row.
     pub row_bytes: usize,
 }
 

@@ -89,7 +89,7 @@ pub(super) unsafe fn items(entries: &[Entry]) -> Result<usize, Disagreement> {
             all(&|other| matches!(other, Collective::AllToAllV { .. }))?;
             for (from, sender) in entries.iter().enumerate() {
                 for (to, receiver) in entries.iter().enumerate() {
-                    // SAFETY: both are `AllToAllV`, with n sizes each.
+                    // SAFETY: both entries are `AllToAllV`, with n sizes each.
                     let (sent, expected) = unsafe { (part(sender, to, true).1, part(receiver, from, false).1) };
                     if sent != expected {
                         return Err(Disagreement::Part { from, to, sent, expected });

@@ -126,7 +126,7 @@ impl Comm {
     }
 
     /// # Safety
-    /// As for [`Self::send`]; `count` is the size of a part.
+    /// The requirements of [`Self::send`] apply; `count` is the number of elements of a part.
     pub(super) unsafe fn reduce_scatter(
         &self,
         send: *const f32,
@@ -142,7 +142,7 @@ impl Comm {
     }
 
     /// # Safety
-    /// As for [`Self::send`]; `len` is the size of a part.
+    /// The requirements of [`Self::send`] apply; `len` is the size of a part in bytes.
     pub(super) unsafe fn all_gather(
         &self,
         send: *const u8,
@@ -202,7 +202,7 @@ impl Comm {
         let handle = self.take();
         if !handle.is_null() {
             // SAFETY: the handle is a valid communicator, and was removed, so it is not used again. An error is
-            // ignored, because nothing can be done about it.
+            // ignored, because the caller could not react to it.
             unsafe { (self.nccl.abort)(handle) };
         }
     }

@@ -98,7 +98,7 @@ fn one_rank(mut rank: Nccl) {
         },
     ];
     for collective in collectives {
-        // SAFETY: its memory is not accessed until the wait.
+        // SAFETY: the memory of the operation is not accessed until the wait.
         let request = unsafe { rank.start(collective) }.unwrap();
         rank.wait(request).unwrap();
     }

@@ -101,7 +101,7 @@ impl Dataset {
             VocabularyChoice::File(file) => file.parent().map(Tokenizer::open).transpose()?,
             _ => None,
         };
-        // The examples for validation are moved to the end.
+        // The examples for validation are moved to the end of the stream.
         let every = options.validation_every;
         let is_validation = |index: usize| every > 0 && index % every.max(2) == every.max(2) - 1;
         let encoding = Encoding { path, vocabulary: &vocabulary, folder: folder.as_ref(), answers: options.answers };

@@ -66,7 +66,7 @@ impl WindowSource {
         Ok(Self { tokens, range, sequence, kind: Kind::Rows { examples, rows: rows.into() } })
     }
 
-    /// Number of windows if they are adjacent and the first one starts at the first token.
+    /// Number of windows if the windows are adjacent and the first window starts at the first token.
     pub fn all(&self) -> u64 {
         match &self.kind {
             Kind::Stream { .. } => self.whole_windows(self.length()),

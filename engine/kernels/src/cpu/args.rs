@@ -268,7 +268,7 @@ impl<'a> Args<'a> {
             None => (start, elements),
             Some(widened) => {
                 let elements = if operand.dynamic.is_some() { elements } else { span(&widened.layout) };
-                // In bounds of the arena by `new`'s contract.
+                // The address is in bounds of the arena by `new`'s contract.
                 (self.base.wrapping_add(widened.offset as usize), elements)
             }
         }

@@ -1,4 +1,4 @@
-//! The interface of a GPU: everything that running a step needs.
+//! The interface of a GPU: all operations that running a step needs.
 
 use std::fmt::{self, Debug};
 use std::time::{Duration, Instant};
@@ -237,7 +237,7 @@ impl DeviceError {
         }
     }
 
-    /// Adds to the error which operation the launch belonged to.
+    /// Adds the name of the launch's operation to the error.
     pub(super) fn during(self, what_for: &str) -> Self {
         Self::During { what_for: what_for.into(), source: Box::new(self) }
     }

@@ -106,7 +106,8 @@ impl Lent {
     }
 }
 
-/// Returns the request that an instruction starts, and the one that it waits for.
+/// Returns the request that an instruction starts, and the request that it waits for; `None` if there is no such
+/// request.
 fn requests(work: &InstrKind) -> [Option<usize>; 2] {
     match *work {
         InstrKind::Send(message) | InstrKind::Receive(message) => [Some(message.request), None],
@@ -180,7 +181,7 @@ fn failed(instruction: impl Into<String>, source: CommunicatorError) -> Error {
 }
 
 impl Exchanging<'_> {
-    /// Ends the run. If it failed, sends the reason to the other ranks.
+    /// Ends the run. If the run failed, sends the reason to the other ranks.
     pub fn end<T>(self, ended: Result<T>) -> Result<T> {
         if let Err(error) = &ended {
             self.guard.transfers.abort(&error.to_string());

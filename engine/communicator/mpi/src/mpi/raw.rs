@@ -107,7 +107,7 @@ pub(super) unsafe fn irecv(comm: Comm, bytes: *mut u8, len: usize, from: usize, 
 /// The state of a request.
 pub(super) enum Outcome {
     UnderWay,
-    /// Ended, with the number of bytes received (meaningless for a send).
+    /// The request has ended. The value is the number of bytes received; for a send, it has no meaning.
     Ended(usize),
     /// More bytes arrived than expected. The value is the number of bytes that arrived, as far as MPI reports it.
     Truncated(usize),

@@ -11,7 +11,7 @@ use super::raw::{self, Outcome};
 pub(super) struct ShutdownNotices {
     comm: raw::Comm,
     rank: usize,
-    /// The notice of each rank. This rank's own is never awaited.
+    /// The notice of each rank. This rank's own notice is never awaited.
     others: Vec<ShutdownNotice>,
     said: Vec<raw::Request>,
 }

@@ -10,7 +10,7 @@ use super::strings::{capitalized, count_of, lines, optional_text, padded, replac
 use super::value::Value;
 use super::{access, ast, format, json, sequences};
 
-/// Names of Jinja's filters. The last ones are not supported.
+/// Names of Jinja's filters. The last names in the list are those of unsupported filters.
 const FILTERS: [&str; 54] = [
     "abs",
     "attr",

@@ -100,7 +100,7 @@ impl Limits {
         }
     }
 
-    /// Calls `run` one level deeper. It is an error if that is too deep.
+    /// Calls `run` one level deeper. Returns an error if this level exceeds [`DEPTH`].
     pub fn deeper<T>(&self, run: impl FnOnce() -> Outcome<T>) -> Outcome<T> {
         let depth = self.depth.get();
         if depth >= DEPTH {

@@ -38,7 +38,7 @@ pub enum AttentionError {
         /// The scale.
         scale: f32,
     },
-    /// A slice is shorter than the tensor that it is passed for.
+    /// A slice is too short for its tensor.
     #[error("{operand} needs {needed} elements, its slice has {given}; give all of the tensor, or correct its strides")]
     TooShort {
         /// Name of the tensor, or "scratch" for one of its pieces.

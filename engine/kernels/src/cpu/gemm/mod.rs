@@ -133,7 +133,7 @@ pub struct Epilogue<'a> {
 /// The reason why a product cannot run.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum GemmError {
-    /// A slice is shorter than the matrix that it is passed for.
+    /// A slice is too short for its matrix.
     #[error(
         "{operand} of a {m}×{n}×{k} product needs {needed} elements, its slice has {given}; \
          give all of the matrix, or correct its strides"
