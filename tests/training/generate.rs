@@ -175,8 +175,8 @@ fn inference_needs_no_training() {
     }
 }
 
-/// A sequence ends with a stop token, which is part of the result, or when the callback breaks. Other sequences
-/// continue.
+/// A sequence ends when it generates a stop token, or when the callback breaks. The stop token is part of the result.
+/// The other sequences continue.
 #[test]
 fn sequences_end_one_by_one() {
     let mut trainer = run(Kind::Gpt, Some(Generation { batch: 3, window: None, chunk: 4 })).trainer();

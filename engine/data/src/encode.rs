@@ -12,8 +12,8 @@ use crate::{DataError, TokenWidth};
 /// enough to keep all cores busy.
 pub(super) const PIECE_BYTES: usize = 64 << 10;
 
-/// Approximate bytes of text that a tokenizer gets at once. For longer texts, `tokenizers` takes more time per byte
-/// (see `benches/tokenize`).
+/// Approximate bytes of text per call of a tokenizer. For longer texts, `tokenizers` takes more time per byte (see
+/// `benches/tokenize`).
 pub(super) const ENCODED_BYTES: usize = 2 << 10;
 
 /// The most bytes of text without a place to cut. Such text is encoded in one call, which takes memory of many times

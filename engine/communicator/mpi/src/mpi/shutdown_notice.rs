@@ -23,7 +23,7 @@ enum ShutdownNotice {
 }
 
 impl ShutdownNotices {
-    /// Starts to receive the notices of all ranks, on a communicator that is used for nothing else.
+    /// Starts to receive the notices of all ranks. `comm` must only be used for these notices.
     pub(super) fn new(comm: raw::Comm, rank: usize, size: usize) -> Result<Self> {
         let others = (0..size).map(|other| match other == rank {
             true => Ok(ShutdownNotice::Own),

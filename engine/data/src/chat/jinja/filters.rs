@@ -121,8 +121,8 @@ fn text(renderer: &Renderer<'_>, name: &str, value: Value, given: Given) -> Outc
         other => (str_of(limits, other)?.into(), false),
     };
     limits.scan(&text)?;
-    // Most results are about as long as the text, which is charged here. Filters that lengthen the text charge for the
-    // difference.
+    // The length of the text is charged here, because most results are about as long as the text. Filters that lengthen
+    // the text charge for the difference.
     limits.grow(text.len())?;
     let same_kind = |text: String| Ok(Value::Str(text.into(), is_safe));
     match name {

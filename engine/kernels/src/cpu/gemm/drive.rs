@@ -70,7 +70,7 @@ impl<A, B> Operands<'_, A, B> {
 /// # Safety
 /// - As far as the shape and strides reach, A, B, bias and residual must be readable, and C and its rounded form
 ///   writable.
-/// - An operand must not overlap another one. It must not overlap itself beyond what [`Gemm::run`] allows.
+/// - Different operands must not overlap. An operand must not overlap itself beyond what [`Gemm::run`] allows.
 /// - During the call, no other code may write an operand.
 /// - The scratch must have the pieces of `operands.packing`, which must have been created for this product.
 /// - `operands.cuts` must be empty.
@@ -215,8 +215,8 @@ pub(super) struct Group<'s> {
 /// there are at least about `wanted` tasks.
 ///
 /// # Safety
-/// The contract of [`run`] must hold for each of `count` groups. The packing and its scratch must have been created
-/// for the largest of them. The groups' C must not overlap.
+/// The contract of [`run`] must hold for each of `count` groups. The packing and its scratch must have been created for
+/// the largest group. The groups' C must not overlap.
 pub(super) unsafe fn run_groups<'s, A: Factor, B: Factor>(
     most: &Gemm,
     kernels: &Kernels,

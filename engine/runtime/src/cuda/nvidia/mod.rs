@@ -332,8 +332,8 @@ impl Device for Nvidia {
         self.stream.synchronize().map_err(|error| error.during(&describe(0)))
     }
 
-    /// Times launches by events on the stream. All events are recorded before the first wait. So the device never
-    /// waits for the host, as long as the kernels take longer than launching them.
+    /// Times launches by events on the stream. All events are recorded before the first wait. So the device does not
+    /// wait for the host, as long as running a kernel takes longer than launching it.
     fn time(&mut self, launches: &[&Launch], describe: Describe<'_>) -> Result<Vec<Duration>, DeviceError> {
         if self.driver < event::FIRST_VERSION {
             return time_from_here(self, launches, describe);
