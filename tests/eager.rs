@@ -109,7 +109,8 @@ fn steps_allocate_what_the_library_does() {
         let Some((mut step, cuts, rank)) = step_of(entry) else { continue };
         step.options.pipeline.cut = StagePartition::Before(cuts);
         let graph = step.record().unwrap();
-        // Row counts are used in the order of the forwards. A layer that is recomputed gets the same counts again.
+        // Row counts are used in the order of the forwards. A layer that is recomputed gets the counts of its forward
+        // again.
         let recorded = RefCell::new((recorded_rows(entry).into_iter(), HashMap::new()));
         let rows = |micro_batch: usize, layer: &str| -> Vec<u64> {
             let (next, known) = &mut *recorded.borrow_mut();

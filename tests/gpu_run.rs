@@ -56,7 +56,8 @@ impl Machine {
         machine.program("bin/compute-sanitizer", SANITIZER);
         machine.program("bin/nvidia-smi", "#!/bin/sh\n[ -z \"$NO_GPU\" ] && echo 'NVIDIA H200, 580.1, 143771 MiB'\n");
         machine.file("binaries/commit", "0123abc\n");
-        // With this file, the result does not depend on whether this machine has a PyTorch with a GPU.
+        // This file makes the import of PyTorch fail, so that the result does not depend on whether this machine has
+        // PyTorch and a GPU.
         machine.file("python/torch.py", "raise ImportError('not in this test')\n");
         machine
     }
@@ -149,7 +150,7 @@ fn what_was_found_is_kept_with_its_date_card_driver_and_commit() {
     assert!(called[at("compile")].contains("--architectures sm_90 --require-gpu"), "{called:#?}");
     assert!(called[at("sanitizer")].contains("--kernel-name regex=^(adamw|"), "{called:#?}");
     assert!(machine.at("out/cache.tgz").is_file() && machine.at("out/log").is_file());
-    // The script only looks up the GPU again; nothing else is repeated.
+    // The script only looks up the GPU again, and repeats no other part.
     machine.run("out", "--seconds 10000", &[]);
     assert_eq!(machine.called().len(), 1);
 }

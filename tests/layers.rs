@@ -92,7 +92,7 @@ fn used_modules(text: &str) -> BTreeSet<String> {
     code.split("crate::").skip(1).map(word).filter(|word| !word.is_empty()).collect()
 }
 
-/// Returns the top-level modules of a crate. Each comes with the modules that it uses.
+/// Returns the top-level modules of a crate, each with the modules that it uses.
 fn modules(source: &Path) -> BTreeMap<String, BTreeSet<String>> {
     let mut uses: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
     for path in sources(source) {

@@ -1,6 +1,6 @@
 //! Training on ranks that are processes. The results must be bit-identical to those of one rank. If ranks share
-//! experts, the results must be bit-identical to those of as many threads. If a rank is killed, the whole job ends,
-//! and can be resumed from its last checkpoint.
+//! experts, the results must be bit-identical to those of the same number of threads. If a rank is killed, the whole
+//! job ends, and can be resumed from its last checkpoint.
 //!
 //! The program runs itself under `mpirun`, so it has its own `main`. Without the feature `mpi`, or without `mpirun`,
 //! it reports that the tests are skipped and ends.
@@ -82,8 +82,8 @@ mod jobs {
     const STYLES: [(&str, MoeStyle); 3] =
         [("mixtral", MoeStyle::Mixtral), ("switch", MoeStyle::Switch), ("deep-seek", MoeStyle::DeepSeek)];
 
-    /// The program of one process. Its job is a run on the stages of a schedule, or on ranks that share a style's
-    /// experts.
+    /// Runs one process. Its job is a run on the pipeline stages of a schedule, or on ranks that share the experts of a
+    /// mixture.
     fn rank(job: &str, name: &str, dir: &Path) {
         let world = communicator::world().expect("under mpirun there is a world");
         let (rank, ranks) = (world.rank(), world.size());
@@ -162,9 +162,9 @@ mod jobs {
         std::fs::remove_dir_all(dir).unwrap();
     }
 
-    /// Processes exchange rows like threads. So the results are bit-identical to those of as many threads, and equal
-    /// to those of one rank up to rounding. f32 rounds at 6e-8, and each rank first sums losses and gradients of its
-    /// share of the batch, in sums of a few thousand terms.
+    /// Processes exchange rows like threads. So the results are bit-identical to those of the same number of threads,
+    /// and equal to those of one rank up to rounding. f32 rounds at 6e-8, and each rank first sums losses and gradients
+    /// of its share of the batch, in sums of a few thousand terms.
     fn judge_experts(ranks: usize) {
         for (name, style) in STYLES {
             let alone = experts(1, 1, style).steps(STEPS);

@@ -104,7 +104,8 @@ fn measured_memory_falls_with_the_budget(all: u64, beside: u64) {
     }
 }
 
-/// The kernel may keep the file in memory or write it to disk, so the file does not count as memory of the process.
+/// The kernel may keep the offload file in memory or write it to disk, so the file does not count as memory of the
+/// process.
 fn measured_memory_falls_with_what_is_offloaded(all: u64, beside: u64) {
     for ops in few(&["linear,gelu,layer_norm,attention,add", "linear"], 1) {
         let (arena, file, held) = run(None, ops);

@@ -32,7 +32,8 @@ struct Row {
     file: &'static str,
     #[serde(flatten)]
     resources: Resources,
-    /// The maximum dynamic shared memory with which the models launch the kernel; 0 if no model here launches it.
+    /// The maximum dynamic shared memory with which the models of this benchmark launch the kernel; 0 if none of these
+    /// models launches it.
     launched_shared_bytes: u32,
 }
 
@@ -53,7 +54,7 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<Found> {
     // The longest sources come first, so that all threads finish at about the same time.
     let mut families: Vec<Family> = families.into_iter().collect();
     families.sort_by_key(|family| std::cmp::Reverse(family.source().len()));
-    // Some families are for some architectures alone, in code that no other can run.
+    // Some families use instructions of certain architectures, and are only compiled for these.
     let of_family = |family: Family| {
         let able: BTreeSet<_> = arguments.architectures.iter().filter_map(|a| a.of_family(family)).collect();
         able.into_iter().map(move |architecture| (family, architecture))
@@ -111,8 +112,8 @@ struct Launched {
 }
 
 /// Returns the launches of the steps of GPT-2, Llama and mixtures of every kind, in f32 and bf16. Mixtures run on one
-/// rank and on two expert ranks. Two blocks per model suffice, because further ones are equal. Steps have one
-/// micro-batch, or two whose gradients are accumulated.
+/// rank and on two expert ranks. Two blocks per model suffice, because further blocks have the same launches. Steps
+/// have one micro-batch, or two whose gradients are accumulated.
 fn launched() -> Result<Launched, TrainError> {
     let mut launched = Launched::default();
     for dtype in [DType::F32, DType::BF16] {

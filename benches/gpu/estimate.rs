@@ -2,7 +2,7 @@
 //! that were rewritten since, expected.
 //!
 //! The measurement was GPT-2 124M, 16 × 1024 ids in bf16, on 2026-11-26 (docs/gpu.md). The expected rates are not
-//! measured. Each has its reason here, so that the next measurement can confirm or refute it.
+//! measured. The reason for each expected rate is given here, so that the next measurement can confirm or refute it.
 
 use std::collections::BTreeMap;
 
@@ -41,12 +41,12 @@ type Kind = (&'static str, Rate, Rate);
 const HEAD: Kind = ("head, products", Flops(129e12), Flops(700e12));
 /// The kernel makes three passes over the logits, which are expected to run at the rate of a copy.
 const HEAD_LOSSES: Kind = ("head, losses and gradients of logits", InProducts, Bytes(4.1e12));
-/// With an algorithm that is selected by timing, these products are expected to be as fast as others.
+/// These products are expected to be as fast as others once their algorithm is selected by timing.
 const GRAD_WEIGHT: Kind = ("linear_grad_weight, products", Flops(466e12), Flops(700e12));
 const GRAD_BIAS: Kind = ("linear_grad_weight, sums for biases", InProducts, Bytes(2.6e12));
 const GRAD_INPUT: Kind = ("linear_grad_input", Flops(703e12), Flops(703e12));
 const LINEAR: Kind = ("linear", Flops(629e12), Flops(629e12));
-/// Measured were 564 TFLOP/s for a product onto a residual, and 504 with GELU.
+/// A product that is added to a residual was measured at 564 TFLOP/s, and a product with GELU at 504.
 const EPILOGUE: Kind = ("products with an epilogue", Flops(540e12), Flops(600e12));
 /// A multiprocessor has 25 KB in flight. By Little's law, 4 TB/s at a latency of 600 ns only needs 19 KB.
 const NORM_GRAD: Kind = ("norms' gradients", Bytes(644e9), Bytes(2.6e12));

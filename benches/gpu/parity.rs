@@ -115,8 +115,7 @@ fn tolerance_of(rounding: f64) -> f64 {
     (2.0 * rounding).max(1.0 / 256.0)
 }
 
-/// Returns the step with the largest difference between two runs, and this difference relative to the first run's
-/// loss.
+/// Returns the step at which the losses of two runs differ most, and this difference relative to the first run's loss.
 fn farthest(expected: &[f32], losses: &[f32]) -> (usize, f64) {
     let apart = |(&a, &b): (&f32, &f32)| f64::from(b - a).abs() / f64::from(a).abs();
     let all = expected.iter().zip(losses).map(apart).enumerate();

@@ -110,8 +110,8 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<Found> {
 
 impl Arguments {
     /// Returns the trainer to measure. The trainer can also evaluate and generate in the same arena, which may need
-    /// more memory than the step, for example for the logits of a short batch. The micro-batch for a budget is
-    /// nevertheless the one with which the step fits.
+    /// more memory than the step, for example for the logits of a short batch. Only the step must fit the budget when
+    /// the micro-batch is chosen.
     fn trainer(&self) -> anyhow::Result<(Sized, Trainer)> {
         let sized = match (self.micro_batch, self.budget) {
             (Some(micro_batch), _) => self.shape.sized(micro_batch)?,

@@ -102,7 +102,7 @@ impl Step {
             // The default configuration of a Llama is Llama 3 8B.
             Model::Llama8b => return Config::Llama(LlamaConfig::default()),
         };
-        // GPT-2 has 1,024 positions. If the sequence is shorter, it uses the first ones.
+        // GPT-2 has 1,024 positions. If the sequence is shorter, only the first positions are used.
         let positions = if self.model == Model::Small { self.sequence } else { self.sequence.max(1024) };
         let config = GptConfig { vocabulary, layers, heads, width, sequence: positions, ..GptConfig::default() };
         Config::Gpt(GptConfig { dropout: 0.0, ..config })

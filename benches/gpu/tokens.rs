@@ -1,6 +1,6 @@
-//! Generated text, so that no data has to be downloaded. Where the model should learn something, the ids are those of
-//! a Markov chain. Where speed is measured, the ids are uniform. Speed depends on the number of distinct ids, so
-//! uniform ids match those of pytorch.py.
+//! Generated text, so that no data has to be downloaded. To test learning, the ids are those of a Markov chain. To
+//! measure speed, the ids are uniform. Speed depends on the number of distinct ids, and pytorch.py uses uniform ids
+//! too.
 //!
 //! In the chain, each of 64 states is followed by one of four states, with probabilities 5/8, 1/8, 1/8 and 1/8. The
 //! states' ids are spread over the vocabulary. An untrained model has a loss of ln(vocabulary). A model that has
@@ -29,7 +29,7 @@ impl Tokens {
         Self { random: seed, state: None, vocabulary: vocabulary as u64 }
     }
 
-    /// The ids of a batch, and the id after each.
+    /// Returns the ids of a batch, and for each id the id that follows it.
     pub fn batch(&mut self, batch: usize, sequence: usize) -> (Vec<u32>, Vec<u32>) {
         let (mut tokens, mut targets) = (Vec::new(), Vec::new());
         for _ in 0..batch {

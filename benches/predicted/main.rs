@@ -4,9 +4,9 @@
 //! `cargo bench -p gapless --bench predicted` runs all configurations, and with `-- --every N` every Nth one. With
 //! `--features mpi` and `-- --processes`, it runs the configurations of two ranks as processes that `mpirun` starts.
 //!
-//! The bytes are those of each rank's arena, and must be equal. The time is predicted from operations that
-//! [`gapless::step::ThisMachine`] times one by one, without running a whole step. It is compared with the median step
-//! of the slowest rank.
+//! The bytes are those of each rank's arena. Predicted and reserved bytes must be equal. The time is predicted from
+//! operations that [`gapless::step::ThisMachine`] times one by one, without running a whole step. The predicted time is
+//! compared with the median step of the slowest rank.
 
 use std::time::Instant;
 

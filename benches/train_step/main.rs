@@ -8,9 +8,9 @@
 //! - `--model llama` or `--model mixtral`: without candle; PyTorch's side uses the package `transformers`.
 //!
 //! Each side is a process of its own, so that its peak memory can be measured. The sides take their steps in turn, so
-//! that other work on the machine affects all of them. All do the same work, with one exception: candle's side does
-//! not clip gradients by their global norm. With `-p`, candle is built as for its users. If the whole workspace were
-//! built, candle's matrix products would use the AVX-512 feature that the engine's own benchmarks enable.
+//! that other work on the machine affects all of them. All sides do the same work, with one exception: candle's side
+//! does not clip gradients by their global norm. With `-p`, candle is built as for its users. If the whole workspace
+//! were built, candle's matrix products would use the AVX-512 feature that the engine's own benchmarks enable.
 
 mod model;
 mod profile;
@@ -160,7 +160,7 @@ fn compare(options: &Options) -> anyhow::Result<()> {
             median(&ms),
             format!("{:.1}–{:.1}", ms[0], ms[ms.len() - 1]),
             median(&sorted(measured.iter().map(|m| m.cpu_ms))),
-            // The fraction is relative to the multiply-adds that all cores could do in the time of the step.
+            // The fraction is relative to the multiply-adds that all cores together could do in the time of the step.
             flops / (median(&ms) / 1e3 * options.cores() as f64 * if side.is_bf16() { peak.bf16() } else { peak.f32 }),
             last.peak_rss_bytes.map_or("unknown".into(), |bytes| format!("{:.0}", bytes as f64 / f64::from(1 << 20))),
             last.loss,

@@ -103,7 +103,7 @@ pub fn trainer(options: &Options, dtype: DType) -> anyhow::Result<Trainer> {
 }
 
 /// Returns the batch and its targets. The ids are pairs of adjacent bytes of this file, little-endian, modulo the
-/// vocabulary size, or single bytes if the vocabulary has 256 ids. The targets are the ids after them.
+/// vocabulary size, or single bytes if the vocabulary has 256 ids. The target of each id is the id that follows it.
 pub fn batch(options: &Options) -> (Vec<u32>, Vec<u32>) {
     let text = || include_bytes!("side.rs").iter().map(|&byte| u32::from(byte)).cycle();
     let vocabulary = options.vocabulary() as u32;

@@ -1,7 +1,7 @@
 //! Textbook implementations of the models with candle's eager tensors and autograd. Tests use them as the reference
 //! for gradients, and benchmarks compare their speed.
 //!
-//! With the engine, they only share the names and shapes of parameters. Norms, softmax and rotary positions use
+//! They only share the names and shapes of parameters with the engine. Norms, softmax and rotary positions use
 //! candle-nn's differentiable versions, because its fused ones have no backward.
 
 mod gpt;

@@ -24,7 +24,7 @@ pub struct Moe {
 /// The routing of a batch.
 #[derive(Debug, Clone)]
 pub struct Choice {
-    /// Number of tokens that chose each expert, whether or not it processed them.
+    /// Number of tokens that chose each expert, whether or not the expert processed them.
     pub load: Vec<f64>,
     /// Number of choices that exceeded the capacity; if experts choose tokens, the number of tokens that no expert
     /// chose.
@@ -34,7 +34,7 @@ pub struct Choice {
     pub margin: f64,
     /// Whether expert e processed token t of sequence s, at index (s × tokens + t) × experts + e.
     kept: Vec<bool>,
-    /// Whether token t of sequence s chose expert e, at the same index.
+    /// Whether token t of sequence s chose expert e, at the same index as in `kept`.
     wanted: Vec<bool>,
 }
 
@@ -283,7 +283,7 @@ impl Choice {
         chosen.into_iter().for_each(|expert| wanted[expert] = true);
     }
 
-    /// Returns the `count` best elements, and the others. Of equal elements, the first ones are better.
+    /// Returns the `count` best elements, and the others. Of equal elements, earlier ones count as better.
     fn best<T>(&mut self, mut items: Vec<T>, worth: impl Fn(&T) -> f64, count: usize) -> (Vec<T>, Vec<T>) {
         items.sort_by(|a, b| worth(b).total_cmp(&worth(a)));
         let others = items.split_off(count.min(items.len()));

@@ -121,7 +121,7 @@ fn bad_input_is_named() {
     assert!(!compare(&["--trace", "a", "--snapshot", "b"]).status.success());
 }
 
-/// If a snapshot is of a program that ran out of memory, the output shows the failed request, with the result of each
+/// If a program ran out of memory, the output for its snapshot shows the failed request, with the result of each
 /// allocator.
 #[test]
 fn the_request_that_was_refused_is_named() {

@@ -99,8 +99,8 @@ fn generation_options_of_the_folder_are_followed() {
     assert_eq!(folders.sampled("base", &[]), whole[..3]);
     let name = folders.name("base");
     assert!(error(&["sample", &name, "--prompt", "Hello world"]).contains("max_length"));
-    // A text ends with the token that completes a stop string. The stop string may begin in the prompt. Here, the end
-    // token would come later.
+    // A text ends with the token that completes a stop string. The stop string may begin in the prompt. In this case,
+    // the end token would come later than the stop string.
     folders.set(config, json!({ "max_length": null, "max_new_tokens": 9, "stop_strings": [&whole[2..4], "Hell"] }));
     assert_eq!(folders.sampled("base", &[]), whole[..4]);
     folders.set(config, json!({ "stop_strings": format!("llo{}", &whole[..1]) }));
@@ -165,7 +165,7 @@ fn adapters_are_sampled_evaluated_and_merged() {
     assert_eq!(loss("second", &[]), loss("out", &[]));
 }
 
-/// The model has as many positions as its table. A prompt that is longer is refused, rather than silently cut.
+/// The model has as many positions as its position table has rows. A longer prompt is refused rather than silently cut.
 #[test]
 fn prompts_longer_than_the_model_are_refused() {
     let Some(gpt2) = gapless_testing::next_to_repository("hf/models/gpt2/checkpoint").filter(|folder| folder.is_dir())

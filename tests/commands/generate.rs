@@ -105,8 +105,8 @@ fn perplexity_is_that_of_the_logits_of_transformers() {
     assert_eq!(object["perplexity"], found.exp());
     assert_eq!(object["tokens"], ids.len() - 1);
 
-    // The data has several windows, several of them per batch, and some are left over. After that, the data is a
-    // text.
+    // At first, the data has several batches of several windows, and an incomplete last batch. After that, the data is
+    // a text.
     std::fs::write(&bin, bytes(&ids.repeat(3))).unwrap();
     let eval = |batch: &str| -> serde_json::Value {
         let sequence = ["--sequence", "7", "--json", "--batch", batch];

@@ -100,7 +100,8 @@ fn an_offset_is_what_the_user_says() {
     };
     let (first, text) = offsets(pinned, &[], "2 of 3 buffers are pinned by their offset");
     assert_eq!(first, [512, 0, 2048]);
-    // The written table is planned again in three ways: as it is, as low as possible, and with another buffer.
+    // The written table is planned again in three ways: unchanged, with its offsets ignored, and with an additional
+    // buffer.
     assert_eq!(offsets(&text, &[], "3 of 3 buffers are pinned").0, first);
     let (low, text) = offsets(&text, &["--offsets", "ignore"], "");
     assert_eq!(low.iter().zip([1024, 512, 512]).map(|(at, bytes)| at + bytes).max(), Some(1536));

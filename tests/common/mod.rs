@@ -91,8 +91,8 @@ pub const VOCABULARY: u32 = 50;
 /// The widths of the latent and of the rotated key in [`Kind::Latent`].
 pub const LATENT: (usize, usize) = (24, 6);
 
-/// The work limit of the planner in tests about computed results. Without it, planning the last thousandth of a small
-/// arena takes seconds.
+/// The work limit of the planner in tests about computed results. Without this limit, reducing a small arena by a last
+/// thousandth takes seconds.
 pub const PLANNING: u64 = 1 << 20;
 
 impl TinyRun {
@@ -172,8 +172,8 @@ impl TinyRun {
         communicator::on_threads(ranks, |world| Ok(f(self.rank(Some(world))))).expect("no rank fails")
     }
 
-    /// Does [`Self::steps`] on all ranks. Returns the results that are equal on all ranks, and the parameters of all
-    /// ranks.
+    /// Does [`Self::steps`] on all ranks. Returns the results, which must be equal on all ranks, and the merged
+    /// parameters of all ranks.
     pub fn steps_on_ranks(&self, count: u64) -> Outcome {
         merge(self.on_ranks(|mut trainer| self.go_on(&mut trainer, count)))
     }

@@ -93,7 +93,7 @@ fn victim_command(dir: &Path, steps: u64) -> Command {
     command
 }
 
-/// Creates a model whose checkpoint only has a few kilobytes, and the run with the model's batches.
+/// Creates a run whose checkpoints only have a few kilobytes, and a trainer of this run.
 fn tiny() -> (TinyRun, Trainer) {
     let options = TrainOptions {
         step: StepOptions {
@@ -120,7 +120,7 @@ fn tiny() -> (TinyRun, Trainer) {
     (run, trainer)
 }
 
-/// Compares resumed runs with one that was never interrupted.
+/// Compares resumed runs with a run that was never interrupted.
 struct Checker {
     run: TinyRun,
     straight: Trainer,
@@ -145,7 +145,7 @@ impl Checker {
     }
 
     /// Resumes from a checkpoint and does one step, which also reveals wrong optimizer states. Returns the step of the
-    /// checkpoint, or the error.
+    /// checkpoint, or the error of resuming.
     fn goes_on(&mut self, checkpoint: &Checkpoint) -> Result<u64, String> {
         self.resumed.resume(checkpoint).map_err(|error| error.to_string())?;
         let step = checkpoint.step();

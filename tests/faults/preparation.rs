@@ -12,7 +12,7 @@ use gapless_testing::slow_tests_enabled;
 
 use crate::Draw;
 
-/// Number of lines: more than twice the text whose work can be lost by one kill.
+/// Number of lines. Their text is more than twice the text that must be tokenized again after a kill.
 const LINES: u64 = 3_000_000;
 
 /// Tokenizes `text.txt` in a folder, with the subfolder `cache` for the results.
@@ -43,7 +43,7 @@ pub fn a_kill_loses_nothing() {
         let before = progress();
         let mut child =
             Command::new(std::env::current_exe().unwrap()).arg("--prepare").arg(dir.path()).spawn().unwrap();
-        // Waits until the next 64 MiB are done.
+        // Waits until the next 64 MiB of text are tokenized and saved.
         while progress() == before && child.try_wait().unwrap().is_none() {
             std::thread::sleep(Duration::from_millis(1));
         }

@@ -13,7 +13,8 @@ use crate::{Budget, Checker, Draw, victim_command};
 
 const SIGNALS: [(&str, i32); 5] = [("INT", 2), ("TERM", 15), ("HUP", 1), ("XCPU", 24), ("KILL", 9)];
 
-/// Starts a victim that does not end by itself. Returns it with the steps that it reports as saved.
+/// Starts a victim that does not end by itself. Returns its process, and a receiver of the steps that it reports as
+/// saved.
 fn endless(dir: &Path) -> (Child, Receiver<u64>) {
     let mut child = victim_command(dir, u64::MAX).stdout(Stdio::piped()).spawn().unwrap();
     let lines = BufReader::new(child.stdout.take().unwrap()).lines();
@@ -47,7 +48,7 @@ pub fn save_and_are_told() {
         let dir = tempfile::tempdir().unwrap();
         let (name, number) = signals[case % signals.len()];
         let (mut child, steps) = endless(dir.path());
-        // Waits for some steps and a part of the next one or, if there are no steps, for a part of the start.
+        // Waits for some steps and a part of the next step or, if the number of steps is 0, for a part of the start-up.
         let mut said = 0;
         for _ in 0..draw.below(4) {
             said = steps.recv().unwrap_or(said);

@@ -41,8 +41,8 @@ every = 50
 every = 1
 "#;
 
-/// Returns losses and validation losses by step, from a run's metrics. Rows that a kill has cut off are skipped. A
-/// step that was repeated has two rows, which must be equal.
+/// Returns the losses and validation losses in a run's metrics, by step. Rows that a kill has cut off are skipped. A
+/// repeated step has two rows, which must be equal.
 fn rows(folder: &Path) -> BTreeMap<(u64, &'static str), String> {
     let text = std::fs::read_to_string(folder.join("metrics.jsonl")).unwrap_or_default();
     let mut rows = BTreeMap::new();

@@ -1,5 +1,5 @@
-//! Options of generation: which ones are applied, which ones are reported as not applied, and from which file they
-//! are read.
+//! Options of generation: which options are applied, which are reported as not applied, and from which file options are
+//! read.
 
 use gapless::models::hf::{GenerationConfig, HfError};
 use gapless::{GenerateOptions, Sampling};
@@ -94,7 +94,7 @@ fn options_are_those_of_transformers() {
     let drawn =
         json!({ "do_sample": true, "temperature": 0.5, "typical_p": 0.5, "epsilon_cutoff": 0.25, "eta_cutoff": 0.125 });
     assert_eq!(options(drawn, 5), GenerateOptions { sampling, ..plain.clone() });
-    // Some lengths include the prompt and others do not; the latter take precedence.
+    // Some limits of the length include the prompt and others do not. The limits without the prompt take precedence.
     for (own, prompt, tokens, min_tokens) in [
         (json!({ "max_length": 20 }), 5, 15, 0),
         (json!({ "max_length": 4 }), 5, 0, 0),

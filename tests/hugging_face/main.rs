@@ -1,8 +1,8 @@
 //! Pretrained weights in Hugging Face folders. Compares results with those of transformers, and checks that damaged
 //! folders are refused.
 //!
-//! The cases are the folders of `tests/evidence/hf`. If `$GAPLESS_HF` or `../shared/hf` exist, their folders are
-//! cases too.
+//! The cases are the folders of `tests/evidence/hf`. If the folder `$GAPLESS_HF` or `../shared/hf` exists, the folders
+//! in it are cases too.
 
 mod case;
 mod generation;

@@ -25,7 +25,7 @@ const DUMP: &str = r#"{
     "xla_device": false, "output_past": true, "gradient_checkpointing": false, "use_cache": true
 }"#;
 
-/// Returns model families. Each comes with harmless options to add to a small model.
+/// Returns model families, each with options that can be added to a small model without an effect.
 fn harmless() -> Vec<(&'static str, Value)> {
     let mut all = vec![
         ("llama", json!({ "is_llama_config": true, "rope_interleaved": false, "transformers.js_config": { "a": 1 } })),

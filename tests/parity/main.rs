@@ -181,9 +181,9 @@ fn logits_are_those_of_candle() -> Result {
 /// here.
 ///
 /// Adam divides a gradient by its own magnitude. With the usual ε of 1e-8, rounding noise turns into full steps
-/// wherever the exact gradient is zero, as for the bias of attention's keys. The same happens for the few elements
-/// that are near zero by chance. So with that ε the comparison is loose. With an ε above the noise, it is as strict
-/// as the comparison of gradients.
+/// wherever the exact gradient is zero, as for the bias of attention's keys. The same happens for the few elements that
+/// are near zero by chance. So with an ε of 1e-8, the comparison is loose. With an ε above the noise, the comparison is
+/// as strict as that of gradients.
 #[test]
 fn training_steps_are_those_of_candle() -> Result {
     const STEPS: u32 = 5;

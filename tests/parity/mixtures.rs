@@ -60,8 +60,8 @@ pub fn gates(trainer: &Trainer) -> Vec<String> {
 /// place of the gradient.
 pub const LOAD_BIAS: &str = ".e_score_correction_bias";
 
-/// Checks that the engine made the same choices in f32 as the reference in f64. Choices are not continuous, so
-/// without this nothing else could be compared.
+/// Checks that the engine made the same choices in f32 as the reference in f64. Choices are not continuous, so other
+/// results can only be compared if the choices are equal.
 pub fn expect_choices(
     twin: &Reference,
     trainer: &Trainer,
@@ -119,7 +119,7 @@ enum Push {
     FromOne,
     /// The preferred experts become the avoided ones, and vice versa, with every step.
     Oscillate,
-    /// All scores are equal, so the order decides.
+    /// All scores are equal, so the order of experts or tokens decides.
     Nowhere,
 }
 

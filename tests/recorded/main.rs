@@ -20,7 +20,7 @@ use gapless::{
     DeviceChoice, MemoryOptions, Mesh, Model, Pipeline, Precision, Report, StepOptions, TrainOptions, Trainer,
 };
 
-/// The run that the other tests use too, with enough planning work that heights show the planner's quality.
+/// Returns the run that the other tests use too, with a planner limit so large that heights show the planner's quality.
 fn run() -> TinyRun {
     TinyRun {
         kind: Kind::Gpt,

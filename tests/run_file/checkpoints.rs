@@ -88,7 +88,8 @@ fn a_fork_into_its_own_folder_sets_the_earlier_run_aside() {
     assert_eq!(steps(&out), [7, 6]);
 }
 
-/// Checks against the rows of a run's metrics when the run ends before its last step, and which checkpoints it keeps.
+/// Checks when a run ends before its last step, and which checkpoints it keeps. The expected results are derived from
+/// the rows of the run's metrics.
 #[test]
 fn evaluations_and_time_end_a_run_and_choose_its_checkpoints() {
     let place = Place::new();

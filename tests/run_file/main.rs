@@ -1,5 +1,5 @@
-//! Run files: which ones are refused, which files a run's folder contains, and that a run from a file gives the same
-//! results as the library.
+//! Run files: which run files are refused, which files a run's folder contains, and that a run from a file gives the
+//! same results as the library.
 
 mod checkpoints;
 mod data;
@@ -170,7 +170,7 @@ fn a_folder_holds_all_of_a_run() {
     assert_eq!(summary["steps"], 4);
     assert!(summary["val_loss"].is_f64());
     assert!(std::fs::read_to_string(out.join("memory.html")).unwrap().contains("<html"));
-    // If the run is resumed after its last step, it reports that and keeps its summary.
+    // If the run is resumed after its last step, it reports that no step is left, and keeps its summary.
     train(&config, &out, &Start::Resume, &mut Console::default(), |_| {}).unwrap();
     let after: Value = serde_json::from_slice(&std::fs::read(out.join("summary.json")).unwrap()).unwrap();
     assert_eq!(after, summary);

@@ -9,7 +9,7 @@ use serde_json::Value;
 
 use crate::{Place, TINY, tokenizer};
 
-/// A run starts from a model folder. It writes the same folder with trained weights, or an adapter.
+/// A run starts from a model folder. The run writes the same folder with trained weights, or an adapter.
 #[test]
 fn trained_weights_leave_in_the_form_that_they_came_in() {
     let place = Place::new();
@@ -114,7 +114,7 @@ fn what_was_trained_continues_texts_and_is_measured() {
         for (folder, expected) in [(name.to_owned(), last), (format!("{name}/checkpoints/step-00000002"), second)] {
             let asked = ["sample", &folder, "--prompt", "to be", "--tokens", "4", "--seed", "3", "--ignore-eos"];
             let output = place.gapless(&asked);
-            // The printed text contains no end-of-text tokens, and a replacement character for an incomplete
+            // The printed text contains no end-of-text tokens. An incomplete character is printed as a replacement
             // character.
             let bare = |text: &str| text.replace('\0', "").trim_end_matches(['\u{fffd}', '\n']).to_owned();
             assert_eq!(bare(&String::from_utf8_lossy(&output.stdout)), bare(expected), "{folder}: {output:?}");

@@ -4,7 +4,7 @@ use gapless::run::RunConfig;
 
 use crate::{Place, TINY};
 
-/// Changes to the tiny file, each with the words that the error must contain.
+/// Changes to the tiny run file, each with the words that the error must contain.
 const WRONG: &[(&str, &str, &[&str])] = &[
     ("steps = 4", "steps = 0", &["steps (line 2)", "at least one"]),
     ("steps = 4", "steps = -1", &["line 2", "steps", "invalid value"]),
@@ -186,7 +186,7 @@ fn wrong_files_are_refused_by_key_line_and_remedy() {
         (&["step.bach=4"], "did you mean `batch`"),
         (&["steps.more=4"], "steps is not a table"),
         (&["step.batch=3"], "step.micro_batches"),
-        // Only the wrong one of the two assignments is reported.
+        // Of the two assignments, only the wrong one is reported.
         (&["step.batch=4", "step.precision=f64"], "--set step.precision=f64: unknown variant `f64`"),
         (&["step.precision=f64", "step.batch=4"], "--set step.precision=f64: unknown variant `f64`"),
         // The error contains the former name of the key, as it was given.
@@ -197,7 +197,7 @@ fn wrong_files_are_refused_by_key_line_and_remedy() {
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
         assert!(output.status.code() == Some(2) && said.contains(part), "{assignments:?}: {said}");
     }
-    // If no key is similar to the unknown one, none is suggested.
+    // If no key is similar to the unknown key, no key is suggested.
     let output = place.gapless(&["train", &file, "--set", "step.quux=4"]);
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(said.contains("unknown field `quux`") && !said.contains("did you mean"), "{said}");

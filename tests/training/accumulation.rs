@@ -6,8 +6,8 @@ use gapless::{Model, Result, StepOptions, Tensor, TrainError, TrainOptions, Trai
 
 use crate::common::on_cpu;
 
-/// A model with unusual weights. One is computed with before it is used, next to a bias that is not. Another is read
-/// by the loss directly, another is used twice, and another is broadcast.
+/// A model with unusual weights. One weight is transformed before it is used, while the bias next to it is used as it
+/// is. Another weight is read by the loss directly, another is used twice, and another is broadcast.
 struct Unusual {
     embed: Embedding,
     scale: Tensor,
@@ -119,7 +119,7 @@ fn a_head_fused_with_its_loss_gives_the_gradients_of_the_pair() {
     let pair = gradients(headed(false), 1);
     for micro_batches in [1, 2, 4] {
         let name = format!("fused, {micro_batches} micro-batches");
-        // The norm removes a shift of a whole token. So this gradient consists of rounding errors only, of a sum of
+        // The norm removes a shift of a whole token. So this gradient only consists of the rounding errors of a sum of
         // values of size 1.
         expect_close(&name, 1.0, &pair, gradients(headed(true), micro_batches));
     }

@@ -103,7 +103,7 @@ fn gradients(trainer: &Trainer) -> Vec<(String, Vec<f32>)> {
 fn the_loss_and_its_gradients_are_the_mean_of_the_documents_alone() {
     for kind in [Kind::Gpt, Kind::Llama] {
         let packed = Packed::new();
-        // Each document alone, with a trainer that has no support for documents.
+        // Trains on each document alone, with a trainer that has no support for documents.
         let (mut count, mut loss, mut sums) = (0.0, 0.0, BTreeMap::new());
         for document in packed.alone() {
             let (tokens, targets) = (&document[..document.len() - 1], &document[1..]);
@@ -182,8 +182,8 @@ fn the_bits_do_not_depend_on_micro_batches_ranks_recomputation_or_idle_bytes() {
         let schedule: Box<dyn Schedule + Send + Sync> = parallel::by_name("zb-h1").unwrap();
         ranks.options.step.pipeline = Pipeline { schedule: schedule.into(), ..Pipeline::default() };
         assert_eq!(ranks.steps_on_ranks(2), plain, "{kind:?} in a pipeline");
-        // Each of two data ranks weights its own targets by their share of all targets. Gradients are summed in
-        // another order than on one rank.
+        // Each of two data ranks weights its loss by its share of all targets. Gradients are summed in another order
+        // than on one rank.
         (ranks.options.step.micro_batches, ranks.options.step.mesh) = (2, Mesh { data: 2, ..Mesh::default() });
         ranks.options.step.pipeline = Pipeline::default();
         let found = ranks.steps_on_ranks(2);

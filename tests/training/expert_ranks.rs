@@ -154,9 +154,9 @@ fn run(config: &MoeConfig, options: TrainOptions, steps: u64) -> Outcome {
 }
 
 /// Compares results that only differ in the order of summation. f32 rounds at 6e-8. Each rank first sums losses and
-/// gradients of its share of the batch, while a single rank sums over the batch in order. Sums of a few thousand
-/// terms of mixed signs then differ by some hundred roundings. AdamW divides by the root of squared gradients. So
-/// after two steps, parameters differ by that fraction of the learning rate.
+/// gradients of its share of the batch, while a single rank sums over the batch in order. Sums of a few thousand terms
+/// of mixed signs then differ by some hundred roundings. AdamW divides by the root of squared gradients. So after two
+/// steps, parameters differ by the relative error of the gradients times the learning rate.
 fn close(outcome: &Outcome, expected: &Outcome, what: &str) {
     let pairs = outcome.losses.iter().zip(&expected.losses).chain(outcome.norms.iter().zip(&expected.norms));
     for (a, b) in pairs {

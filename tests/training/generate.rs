@@ -124,8 +124,8 @@ fn one_seed_is_one_text() {
     assert_ne!(texts(&mut trainer, &other), texts(&mut trainer, &options));
 }
 
-/// Text is generated between steps, in memory that the steps also use. This does not change the steps, and the text
-/// is that of the current weights.
+/// Text is generated between steps, in memory that the steps also use. This does not change the results of the steps,
+/// and the text is generated with the current weights.
 #[test]
 fn training_goes_on_as_if_nothing_was_generated() {
     for kind in [Kind::Gpt, Kind::Moe(MoeStyle::Mixtral)] {
@@ -175,8 +175,8 @@ fn inference_needs_no_training() {
     }
 }
 
-/// A sequence ends with a stop token, which is part of the result, or when the callback breaks. Other sequences
-/// continue.
+/// A sequence ends when it generates a stop token, or when the callback breaks. The stop token is part of the result.
+/// The other sequences continue.
 #[test]
 fn sequences_end_one_by_one() {
     let mut trainer = run(Kind::Gpt, Some(Generation { batch: 3, window: None, chunk: 4 })).trainer();
@@ -199,8 +199,8 @@ fn sequences_end_one_by_one() {
     assert_eq!(texts(&mut trainer, &GenerateOptions { tokens: 0, ..options }), vec![vec![0; 0]; 4]);
 }
 
-/// Some tokens are banned. Every generated token is the most likely one among those that a slow implementation of the
-/// rules allows.
+/// Some tokens are banned. A slow implementation of the rules computes the allowed tokens. Every generated token is the
+/// most likely of the allowed tokens.
 #[test]
 fn tokens_that_may_not_come_do_not() {
     let mut trainer = run(Kind::Gpt, Some(Generation { batch: 2, window: Some(16), chunk: 4 })).trainer();

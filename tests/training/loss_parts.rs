@@ -49,7 +49,7 @@ fn the_parts_of_a_loss_add_up_on_any_ranks_and_micro_batches() {
         assert!(close(likelihood + all.iter().sum::<f32>(), *loss), "{parts:?} of {loss}");
     }
     // The first step reports the likelihood of the initial weights. An evaluation of these weights reports the same
-    // value, because its loss is the likelihood alone.
+    // value, because the evaluation loss is the likelihood alone.
     let mut trainer = Trainer::new(|vb| Moe::new(&mixture(), vb), plain.clone()).unwrap();
     let (tokens, targets) = TinyRun { options: plain.clone(), ..TinyRun::default() }.batch(0);
     assert!(close(trainer.evaluate(&tokens, &targets).unwrap(), expected[0].1.unwrap().likelihood));

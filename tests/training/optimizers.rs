@@ -18,8 +18,8 @@ use crate::learning::{PEAK, learn, learn_at, walk};
 
 type Rule = Arc<dyn Optimizer>;
 
-/// AdamW with 8-bit states. Some weights of the small models are large enough for 8 bits, and some of these divide
-/// into shards of whole blocks.
+/// AdamW with 8-bit states. Some weights of the small models are large enough for 8-bit states, and some of these
+/// weights divide into shards of whole blocks.
 fn eight_bit() -> Rule {
     AdamW8bit::default().into()
 }
@@ -141,7 +141,7 @@ fn on_data_ranks(rule: Rule, data: usize) -> TinyRun {
 }
 
 /// Compares losses up to rounding, because sums over ranks are in another order (see tests/training/ranks.rs).
-/// Sometimes this rounds a state to an adjacent code.
+/// Sometimes the other order rounds a state to an adjacent code.
 fn close(outcome: &Outcome, losses: &[u32], what: &str) {
     for (&a, &b) in outcome.losses.iter().zip(losses) {
         let (a, b) = (f32::from_bits(a), f32::from_bits(b));

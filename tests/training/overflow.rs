@@ -21,7 +21,7 @@ struct Seen {
     /// Loss and gradient norm of every step.
     steps: Vec<(f32, f32)>,
     evaluated: f32,
-    /// Parameters and optimizer states at the end.
+    /// Parameters and optimizer states after the last step.
     tensors: Vec<Vec<f32>>,
     /// The arena's report after every step.
     reports: Vec<ArenaReport>,
@@ -129,7 +129,7 @@ fn grows_as_it_must(case: &Case, seen: &Seen, what: &str) {
         let overflows = report.overflows - before.overflows;
         assert_eq!(report.growths - before.growths, u64::from(overflows > 0), "{what}: once, if at all");
         assert_eq!(report.outside_bytes > before.outside_bytes, overflows > 0, "{what}");
-        // If all tokens choose the same experts as in the step before, nothing can overflow.
+        // If all tokens choose the same experts as in the step before, no arena can overflow.
         let to = (case.pattern)(step as u64);
         let is_repeated = step > 0 && matches!(to, Pattern::One(_)) && to == (case.pattern)(step as u64 - 1);
         assert!(!is_repeated || overflows == 0, "{what}");
@@ -144,8 +144,8 @@ fn grows_as_it_must(case: &Case, seen: &Seen, what: &str) {
     assert_eq!(after > before, last.growths > 0, "{what}: {before} to {after} bytes");
 }
 
-/// Rows that don't fit are evicted, and later re-exchanged and recomputed with the same bits. This also works
-/// together with other recomputation, in pipelines, and with data ranks. Nothing ever overflows.
+/// Rows that don't fit are evicted, and later re-exchanged and recomputed with the same bits. This also works together
+/// with other recomputation, in pipelines, and with data ranks. No arena ever overflows.
 #[test]
 fn evicted_rows_are_recomputed_with_the_same_bits() {
     let [two, four, pipeline, copies] = meshes();

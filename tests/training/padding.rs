@@ -11,7 +11,7 @@ use gapless::{
 
 use crate::common::{PLANNING, VOCABULARY, moe, on_cpu};
 
-/// Number of prompt tokens in an example. Their targets do not count.
+/// Number of prompt tokens in an example. The targets of these tokens do not count.
 const PROMPT: usize = 9;
 const STEPS: usize = 3;
 
@@ -120,8 +120,8 @@ fn steps(router: &RouterConfig, options: TrainOptions, batch: &Batch<'_>) -> See
     run(&mut Trainer::new(|vb| Moe::new(&config(router), vb), options).unwrap(), batch)
 }
 
-/// Compares results within a tolerance. They are sums of some hundreds of f32 values in another order, and the
-/// effects of such sums on a step of Adam.
+/// Compares results within a tolerance. The results differ because sums of some hundreds of f32 values are taken in
+/// another order, and because such sums affect a step of Adam.
 fn expect_close(what: &str, seen: &Seen, expected: &Seen) {
     assert_eq!(seen.statistics, expected.statistics, "{what}");
     for (a, b) in seen.reports.iter().zip(&expected.reports) {

@@ -1,4 +1,4 @@
-//! The results are the same on any number of ranks, and for any order of the actions.
+//! The results are the same on any number of ranks, and for any order of the schedule's actions.
 
 use std::sync::Arc;
 
@@ -156,8 +156,8 @@ fn a_checkpoint_of_one_mesh_resumes_on_another() {
         let what = format!("{:?} to {:?}", from.options.step.mesh, to.options.step.mesh);
         from.save_on_ranks(2, dir.path());
         let resumed = to.resume_on_ranks(dir.path(), 2);
-        // The same steps without interruption on the second mesh. They are bit-identical unless data ranks sum
-        // gradients.
+        // Does the same steps without interruption on the second mesh. Their results are bit-identical unless data
+        // ranks sum gradients.
         let straight = to.steps_on_ranks(4);
         assert_eq!(resumed.losses.len(), 2);
         if from.options.step.mesh.data == 1 && to.options.step.mesh.data == 1

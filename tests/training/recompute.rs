@@ -108,8 +108,8 @@ fn every_policy_gives_the_bits_of_none_on_ranks() {
     }
 }
 
-/// If the backward is split, only the smaller of two equivalent sets of values is kept until W (SwiGLU's result
-/// rather than both of its inputs). Or none of them is kept, and W recomputes them a second time.
+/// If the backward is split, only the smaller of two equivalent sets of values is kept until W: for SwiGLU, the result
+/// rather than both inputs. Alternatively, neither set is kept, and W recomputes the values a second time.
 #[test]
 fn split_backwards_wait_with_no_more_than_they_must() {
     for (schedule, chunks) in [("zb-h1", 1), ("zb-h2", 1), ("zbv", 2)] {
@@ -173,7 +173,8 @@ fn names_that_do_not_exist_are_refused() {
     }
 }
 
-/// Tests several budgets from the smallest to the largest. Each is respected, and a larger one never costs more time.
+/// Tests several budgets from the smallest to the largest. Each plan fits its budget, and a larger budget never costs
+/// more time.
 #[test]
 fn a_budget_is_kept_and_more_bytes_never_cost_more_time() {
     for (kind, micro_batches) in [

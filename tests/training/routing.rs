@@ -138,8 +138,8 @@ fn a_generous_factor_serves_uneven_routing() {
     assert!(smaller > 0, "three times the balanced sizes are as large as the worst case everywhere");
 }
 
-/// All tokens choose one expert. The rank of this expert reports the overflow. No other rank hangs, although the
-/// first one keeps running. The model is unchanged.
+/// All tokens choose one expert. The rank that holds it reports the overflow. The other ranks also fail instead of
+/// hanging, although the overflowing rank has not exited. The model is unchanged.
 #[test]
 fn an_overflow_ends_the_step_on_all_ranks() {
     for (mesh, expert) in [
@@ -162,8 +162,8 @@ fn an_overflow_ends_the_step_on_all_ranks() {
             let outcome = trainer.step(&tokens, &targets);
             let checked = trainer.check_run();
             let unchanged = parameters(&trainer) == before;
-            // No rank leaves before all have failed. If one left earlier, the error of the others would be that a
-            // rank has gone.
+            // No rank leaves before all ranks have failed. If a rank left earlier, the other ranks would report that
+            // this rank has gone, rather than that it has failed.
             together.wait();
             let again = trainer.step(&tokens, &targets);
             together.wait();
@@ -197,8 +197,8 @@ fn an_overflow_ends_the_step_on_all_ranks() {
     }
 }
 
-/// Scores that are not finite count as equal, so all tokens go to the first experts, which have room for them. The
-/// step reports which value was not finite, nothing changes, and the trainers can continue.
+/// Scores that are not finite count as equal, so all tokens go to the first experts, which have room for them. The step
+/// reports which value was not finite and changes no parameter, and the trainers can continue.
 #[test]
 fn a_step_that_is_not_finite_changes_nothing_on_any_rank() {
     let config = config(2);

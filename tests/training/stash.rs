@@ -121,7 +121,7 @@ fn the_file_is_planned() {
     assert!(one < all / 4 + all / 8, "{one} of {all}");
 }
 
-/// The forward is exact, and so is the first loss. All results only depend on the seed and the data.
+/// The forward uses exact values, so the first loss is exact. All results only depend on the seed and the data.
 #[test]
 fn eight_bits_are_the_same_bits_however_they_are_run() {
     for kind in [Kind::Gpt, Kind::Llama] {
@@ -152,8 +152,8 @@ fn eight_bits_are_the_same_bits_however_they_are_run() {
     }
 }
 
-/// Under a budget, values that are not compressed are recomputed or kept. Recomputation from compressed values uses
-/// the rounded values.
+/// Under a budget, values that are not compressed are recomputed or kept. If a value is recomputed from compressed
+/// values, the rounded values are used.
 #[test]
 fn eight_bits_and_a_budget_go_together() {
     let mut run = TinyRun::default();

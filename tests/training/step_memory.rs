@@ -16,7 +16,8 @@ use crate::common::on_cpu;
 struct StepPlan {
     arena: u64,
     roles: Vec<(Role, u64)>,
-    /// FLOPs of recomputation, as a fraction of all other FLOPs, and the same for the estimated time.
+    /// FLOPs of recomputation, as a fraction of all other FLOPs. `overhead` is the corresponding fraction of the
+    /// estimated time.
     extra_flops: f64,
     overhead: f64,
 }

@@ -147,7 +147,7 @@ fn what_is_frozen_keeps_its_bits_and_has_no_state() {
         let before = parameters(&trainer);
         run.go_on(&mut trainer, 2);
         for ((name, before), (_, after)) in before.iter().zip(parameters(&trainer)) {
-            // At first B is zero, so the gradient of A is zero. A changes because of weight decay.
+            // At first B is zero, so the gradient of A is zero. A changes nevertheless, because of weight decay.
             assert_eq!(*before != after, trainable.trains(name), "{trainable:?}: {name}");
             assert_eq!(trainer.tensor(&format!("exp_avg/{name}")).is_ok(), trainable.trains(name), "{name}");
         }

@@ -3,13 +3,13 @@
 //!
 //! `cargo run --release -p gapless-bench-generate --features candle-transformers` prints the following for 1 and 8
 //! sequences:
-//! - the tokens per second of both, and their ratio;
-//! - the fraction of the memory bandwidth that gapless reaches, given that each token reads every weight once; the
-//!   bandwidth is measured here;
+//! - the tokens per second of gapless and of candle-transformers, and their ratio;
+//! - the fraction of the memory bandwidth that gapless reaches, assuming that each token reads every weight once; the
+//!   bandwidth is measured by this program;
 //! - the speed of reading prompts, compared with a forward pass for evaluation;
 //! - the ratio of the CPU times of all threads, for machines that also do other work.
 //!
-//! `RAYON_NUM_THREADS` limits the threads of both.
+//! `RAYON_NUM_THREADS` limits the threads of gapless and of candle.
 
 use std::collections::HashMap;
 use std::ops::ControlFlow;
@@ -110,8 +110,8 @@ fn ours(config: &LlamaConfig, batch: usize) -> Result<Trainer> {
     Ok(Trainer::builder(|vb| Llama::new(config, vb), options(batch)).for_inference().build()?)
 }
 
-/// Generates tokens greedily. Returns them, and the time of all but the first token, which is computed together with
-/// the prompts.
+/// Generates tokens greedily. Returns the tokens, and the time of all tokens except the first, which is computed
+/// together with the prompts.
 fn generate(trainer: &mut Trainer, prompts: &[Vec<u32>]) -> Result<(Vec<Vec<u32>>, [f64; 2])> {
     let prompts: Vec<&[u32]> = prompts.iter().map(Vec::as_slice).collect();
     let (mut first, mut count) = (Begun::now(), 0);

@@ -4,7 +4,7 @@ use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::Path;
 
-/// The operations that change a disk. In tests, each may fail, and the power may fail after each.
+/// The operations that change a disk. In tests, each operation may fail, and a power failure may follow each operation.
 pub(super) trait Disk {
     fn create_folder(&mut self, path: &Path) -> io::Result<()>;
     fn create(&mut self, path: &Path) -> io::Result<File>;

@@ -42,7 +42,8 @@ pub(super) fn path_for(dir: &Path, step: u64, state: State) -> PathBuf {
     paths.find(|path| is_free(path, step, state)).expect("numbers do not end")
 }
 
-/// True if a folder of this step and state may have this path. It may then replace a folder of the same step and state.
+/// True if a folder of this step and state may have this path. A folder of the same step and state at this path may be
+/// replaced.
 fn is_free(path: &Path, step: u64, state: State) -> bool {
     if path.is_dir() {
         return state == State::Partial || Manifest::read(path).map_or(true, |manifest| manifest.step == step);
@@ -55,10 +56,10 @@ fn is_free(path: &Path, step: u64, state: State) -> bool {
 struct Entry {
     path: PathBuf,
     state: State,
-    /// The step in the manifest. If the manifest cannot be read, the step in the folder's name.
+    /// The step in the manifest or, if the manifest cannot be read, the step in the folder's name.
     step: u64,
-    /// True if the folder's name has the step of the manifest. If it does not, the user has renamed or copied the
-    /// folder, and it is never removed.
+    /// True if the folder's name has the step of the manifest. If the steps differ, the user has renamed or copied the
+    /// folder, and the folder is never removed.
     is_ours: bool,
 }
 
@@ -150,14 +151,15 @@ impl Checkpoint {
     }
 
     /// Removes old checkpoints and the remains of interrupted saves, and returns the removed paths. The newest `keep`
-    /// usable checkpoints are kept (at least one), and so are the checkpoints of the steps `others`. Newest means
-    /// highest step, so a run that starts anew needs a folder of its own. This must not be called while a checkpoint is
-    /// being saved.
+    /// usable checkpoints are kept, and so are the checkpoints of the steps `others`. If `keep` is 0, it counts as 1.
+    /// The newest checkpoint is the one of the highest step, so a run that starts anew needs a folder of its own. This
+    /// must not be called while a checkpoint is being saved.
     ///
-    /// The newest checkpoint is verified by its hashes, as [`Checkpoint::latest`] does. If it is damaged, older ones
-    /// are verified as well, until `keep` usable ones are found. All other checkpoints count as usable if their files
-    /// have the right sizes. A damaged checkpoint is kept as long as there are fewer than `keep` newer usable ones.
-    /// Files are not touched, nor are folders whose name does not have the step of their manifest.
+    /// Like in [`Checkpoint::latest`], the newest checkpoint is verified by its hashes. If it is damaged, older
+    /// checkpoints are verified as well, until `keep` usable ones are found. All other checkpoints count as usable if
+    /// their files have the right sizes. A damaged checkpoint is kept as long as there are fewer than `keep` newer
+    /// usable ones. Files in `dir` itself, and folders whose name does not have the step of their manifest, are left
+    /// unchanged.
     ///
     /// # Errors
     /// Returns an error if the folder cannot be read. If a removal fails, the other removals are still done, and the

@@ -80,8 +80,8 @@ impl FolderLock {
         }
         match file.try_lock() {
             Ok(()) => {
-                // An error is ignored, because without the description only other processes' error messages lack the
-                // owner.
+                // An error is ignored: without the description, the lock still works, and only the error messages of
+                // other processes lack the owner.
                 let _ = file.set_len(0).and_then(|()| writeln!(file, "{}", this_process()));
             }
             Err(TryLockError::WouldBlock) => {
@@ -160,7 +160,8 @@ mod tests {
         assert!(FolderLock::was_acquired(folder.path()));
     }
 
-    /// The copied file handle simulates the one of a child process between its fork and the start of its program.
+    /// The copied file handle simulates the handle that a child process has between its fork and the start of its
+    /// program.
     #[test]
     fn a_copy_of_the_file_does_not_hold_the_lock() {
         let folder = tempfile::tempdir().unwrap();

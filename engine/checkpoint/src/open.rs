@@ -186,7 +186,7 @@ impl SavedSection {
             let wanted = rest.len().min(chunk_bytes - skipped);
             let (part, behind) = std::mem::take(&mut rest).split_at_mut(wanted);
             let is_whole = part.len() == chunk_bytes;
-            // The whole chunk is read. If all of it is requested, it is read in place.
+            // The whole chunk is read. If all bytes of the chunk are requested, they are read into `bytes` directly.
             let chunk = if is_whole {
                 &mut *part
             } else {

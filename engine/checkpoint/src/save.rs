@@ -13,7 +13,8 @@ use crate::folder::{State, path_for};
 use crate::manifest::{FORMAT, FileEntry, MANIFEST, MANIFEST_HASH, Manifest, hash_line};
 use crate::{Checkpoint, CheckpointError};
 
-/// The most bytes per write. It is so small that bytes are still in the cache when they are written after hashing.
+/// The most bytes per write. The size is so small that hashed bytes are still in the processor's cache when they are
+/// written.
 const WRITE_BYTES: usize = 1 << 20;
 
 /// A tensor to save, whose bytes are borrowed.
@@ -180,7 +181,7 @@ fn create_partial(disk: &mut impl Disk, dir: &Path, partial: &Path) -> Result<()
     }
 }
 
-/// Writes the hash of the manifest, then the manifest itself under another name, which is renamed last.
+/// Writes the hash of the manifest. Then writes the manifest itself under another name, and finally renames it.
 fn write_manifest(disk: &mut impl Disk, partial: &Path, manifest: &Manifest) -> Result<(), CheckpointError> {
     let json = serde_json::to_vec_pretty(manifest).expect("strings, numbers and JSON make valid JSON");
     write_file(disk, &partial.join(MANIFEST_HASH), hash_line(&json).as_bytes())?;
@@ -263,8 +264,8 @@ fn headers<'a>(sections: &[Section<'a>]) -> Result<Vec<Header<'a>>, CheckpointEr
 
 fn header<'a>(section: &Section<'a>) -> Result<Header<'a>, CheckpointError> {
     let wrong = |reason: String| CheckpointError::Section { file: section.file.to_owned(), reason };
-    // Tensors are in the order of safetensors' own writer: first by type, the widest first, so that all are aligned,
-    // then by name.
+    // Tensors are in the order of safetensors' own writer. They are sorted by type, with the widest type first, so that
+    // all tensors are aligned. Tensors of one type are sorted by name.
     let mut tensors = section.tensors.clone();
     tensors.sort_by(|a, b| Dtype::from(b.dtype).cmp(&Dtype::from(a.dtype)).then(a.name.cmp(b.name)));
 

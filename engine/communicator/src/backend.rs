@@ -1,5 +1,6 @@
 //! Code that the implementations of [`Communicator`] share: requests, the groups of a split, and the sum. All sums on
-//! the host are computed here, in f32 and in the order of ranks, so their bits depend on nothing else.
+//! the host are computed here, in f32 and in the order of ranks, so their bits do not depend on the backend or on
+//! timing.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -9,8 +10,8 @@ use crate::{Communicator, CommunicatorError, Result};
 #[derive(Debug, PartialEq, Eq)]
 #[must_use = "the memory stays lent until the request is waited for"]
 pub struct Request {
-    /// The communicator that created the request. Other communicators refuse the request, since they would look up its
-    /// slot among their own operations.
+    /// The communicator that created the request. Other communicators return an error for the request, since its slot
+    /// would be one of their own operations.
     owner: Owner,
     slot: usize,
 }
@@ -82,8 +83,8 @@ pub fn places(whole: &mut dyn Communicator, color: usize, key: usize) -> Result<
 /// Number of elements that are summed at a time, on the stack.
 const BLOCK: usize = 1 << 10;
 
-/// Adds `len` elements of all ranks, in the order of ranks, and passes the sums to `put` block by block. Every block is
-/// read from all ranks before it is passed on. So `put` may write a block to the place from which it was read.
+/// Adds `len` elements of all ranks, in the order of ranks, and passes the sums to `put` block by block. Each block is
+/// read from all ranks before its sums are passed to `put`. So `put` may overwrite the elements of that block.
 ///
 /// # Safety
 /// There must be at least one rank. For each rank, `source` must return an aligned address that is valid for reads of

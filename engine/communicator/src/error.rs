@@ -8,7 +8,7 @@ use crate::Tag;
 /// `Result` with [`CommunicatorError`].
 pub type Result<T, E = CommunicatorError> = std::result::Result<T, E>;
 
-/// An error of a communicator. All ranks in it are world ranks.
+/// An error of a communicator. All ranks in the error are world ranks.
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
 #[allow(missing_docs, reason = "the messages name the fields")]

@@ -1,8 +1,8 @@
 //! Exchange of tensors between ranks: messages between two ranks, and collectives over all of them.
 //!
 //! A [`Communicator`] is one rank's end of a group of ranks. In: ranges of memory, mostly planned ranges of an arena.
-//! Out: the same ranges, filled. Tensors and schedules are unknown to this crate. It never buffers messages: the caller
-//! lends memory to an operation from its start to the matching wait.
+//! Out: the same ranges, filled. This crate does not depend on tensors or schedules. It never buffers messages: the
+//! caller lends memory to an operation from the operation's start to the matching wait.
 //!
 //! ```
 //! use gapless_communicator::{Communicator, InProcess, Tag};
@@ -125,8 +125,8 @@ impl fmt::Display for Collective {
 /// One rank's end of a group of ranks. One thread at a time may use it.
 ///
 /// - Starting an operation never waits for another rank. The only exceptions are the first starts over NCCL.
-/// - Once all ranks of an operation have started it, it ends, whatever the ranks do meanwhile. So a rank that waits for
-///   an operation does not depend on the waits of other ranks.
+/// - An operation that all of its ranks have started will end, whatever these ranks do meanwhile. So a rank that waits
+///   for an operation does not depend on the waits of other ranks.
 /// - Two messages between the same ranks with the same tag arrive in the order in which they were sent.
 /// - All ranks of a communicator must start collectives in the same order. Collectives and messages may be waited for
 ///   in any order.
@@ -144,10 +144,10 @@ impl fmt::Display for Collective {
 /// - when [`wait`](Self::wait) returns for its request, *even with an error*,
 /// - when the communicator is dropped, and
 /// - after [`wait_on_device`](Self::wait_on_device), as soon as the device starts work that was launched after the
-///   call. If the call returns an error, as soon as it returns.
+///   call. If the call returns an error, the implementation must stop before the call returns.
 ///
-/// [`memory`](Self::memory) may only be [`Memory::Host`] if addresses are those of this process. The blocking methods
-/// over slices rely on these guarantees.
+/// [`memory`](Self::memory) may only return [`Memory::Host`] if the communicator's addresses are those of this process.
+/// The blocking methods over slices rely on these guarantees.
 pub unsafe trait Communicator: Send + std::fmt::Debug {
     /// This rank's index, from 0.
     fn rank(&self) -> usize;
@@ -161,8 +161,8 @@ pub unsafe trait Communicator: Send + std::fmt::Debug {
     /// Sets how long a wait may take. The default is the value of `GAPLESS_TIMEOUT_SECONDS`, or else ten minutes.
     fn set_timeout(&mut self, timeout: Duration);
 
-    /// Starts to send `len` bytes. The wait for this operation ends when the bytes have been read, which may be before
-    /// they arrive.
+    /// Starts to send `len` bytes. The wait for this operation ends when the bytes have been read. The receiver may not
+    /// have them yet at that time.
     ///
     /// # Safety
     /// `bytes` must be valid for reads of `len` bytes. The bytes must not be written until the wait for the request has
@@ -236,12 +236,12 @@ pub unsafe trait Communicator: Send + std::fmt::Debug {
 
     /// Splits the group into one communicator per `color`, and returns the one for the caller's color. Its ranks are
     /// ordered by `key`, then by their rank in this group. This is a collective operation: all ranks must call it, in
-    /// the same order relative to other collectives. For a mesh, call it once per axis, with the other coordinates as
-    /// the color.
+    /// the same order relative to other collectives. For a mesh, call this once per axis, with a color that identifies
+    /// the rank's coordinates along the other axes.
     fn split(&mut self, color: usize, key: usize) -> Result<Box<dyn Communicator>>;
 
-    /// Ends the work of all ranks. Their waits return an error with this rank and the reason. Over MPI, all processes
-    /// end.
+    /// Ends the work of all ranks. The waits of the other ranks return an error with this rank and the reason. Over
+    /// MPI, all processes end.
     fn abort(&mut self, reason: &str);
 
     /// Sends a message, and waits until `bytes` can be reused.
@@ -367,7 +367,8 @@ fn fits(what: &'static str, given: usize, expected: usize) -> Result<()> {
     if given == expected { Ok(()) } else { Err(CommunicatorError::Length { what, given, expected }) }
 }
 
-/// Returns the sum, or `usize::MAX` if it overflows. No slice has that length, so the caller's length check fails.
+/// Returns the sum, or `usize::MAX` if the sum overflows. No slice has the length `usize::MAX`, so the caller's length
+/// check fails.
 fn total(lens: &[usize]) -> usize {
     lens.iter().try_fold(0usize, |sum, len| sum.checked_add(*len)).unwrap_or(usize::MAX)
 }

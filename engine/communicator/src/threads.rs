@@ -35,7 +35,7 @@ pub fn on_threads<T: Send, E: RankError>(
             thread.map_err(|error| CommunicatorError::NoThread { rank: number, why: error.to_string() })
         };
         let threads: Vec<_> = InProcess::world(ranks).into_iter().enumerate().map(start).collect();
-        // For the ranks that were started, a rank without a thread is one that has left.
+        // To the ranks that were started, a rank whose thread could not be started looks like a rank that has left.
         let end = |thread: Result<std::thread::ScopedJoinHandle<_>, CommunicatorError>| match thread {
             Ok(thread) => thread.join(),
             Err(error) => Ok(Err(error.into())),
@@ -55,7 +55,7 @@ pub fn on_threads<T: Send, E: RankError>(
     echo.map_or(Ok(values), Err)
 }
 
-/// The error of a rank's work. It may be a consequence of another rank's failure.
+/// The error of a rank's work. The error may be a consequence of another rank's failure.
 pub trait RankError: Send + From<CommunicatorError> {
     /// Returns the communicator's error that caused this error, or `None` if it has another cause.
     fn communicator(&self) -> Option<&CommunicatorError>;

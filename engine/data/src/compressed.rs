@@ -52,8 +52,8 @@ pub(crate) fn open_file(path: &Path) -> Result<File, DataError> {
 /// Opens a regular file.
 ///
 /// # Errors
-/// Returns an error in the same cases as [`File::open`], or if the path is a pipe, a device or a socket. Opening a pipe
-/// would wait for a writer, and a device may never end.
+/// Returns an error in the same cases as [`File::open`], or if the path is a pipe, a device or a socket. These are
+/// refused, because opening a pipe would wait for a writer, and a device may never end.
 pub fn open_regular(path: &Path) -> io::Result<File> {
     // The kind is checked before the file is opened, because opening a pipe waits.
     let kind = fs::metadata(path)?;

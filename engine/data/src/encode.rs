@@ -12,11 +12,12 @@ use crate::{DataError, TokenWidth};
 /// enough to keep all cores busy.
 pub(super) const PIECE_BYTES: usize = 64 << 10;
 
-/// Approximate bytes of text that a tokenizer gets at once. For longer texts, `tokenizers` takes more time per byte
-/// (see `benches/tokenize`).
+/// Approximate bytes of text per call of a tokenizer. For longer texts, `tokenizers` takes more time per byte (see
+/// `benches/tokenize`).
 pub(super) const ENCODED_BYTES: usize = 2 << 10;
 
-/// The most bytes of text without a place to cut. Such text is encoded at once, which takes many times as much memory.
+/// The most bytes of text without a place to cut. Such text is encoded in one call, which takes memory of many times
+/// the text's size.
 pub(super) const MAX_UNCUT_BYTES: usize = 32 << 20;
 
 /// A file of tokens that is being written, and its hash.
@@ -43,7 +44,8 @@ impl TokenWriter {
         Ok(Self { file, path: path.to_owned(), width, hasher: blake3::Hasher::new(), tokens: 0 })
     }
 
-    /// Opens a file to continue after the contents `written`. Returns `None` if the file no longer begins with them.
+    /// Opens a file to continue after the contents `written`. Returns `None` if the file no longer begins with these
+    /// contents.
     pub fn resume(path: &Path, width: TokenWidth, written: &Written) -> Result<Option<Self>, DataError> {
         let read = |error| DataError::read(path, error);
         let Ok(mut file) = File::options().read(true).write(true).open(path) else { return Ok(None) };

@@ -140,7 +140,7 @@ pub enum DataError {
         path: PathBuf,
         /// Number of files that were found, but were binary or not UTF-8.
         skipped: usize,
-        /// Some of the files that were found but have types that are not read.
+        /// Some of the files that were found, but whose types are not read.
         others: Vec<PathBuf>,
     },
     /// The lock file cannot be parsed.
@@ -244,7 +244,8 @@ pub enum DataError {
         /// The token's text.
         token: String,
     },
-    /// No file and no option names the token that ends a document, and the tokenizer has none with a usual name.
+    /// No file and no option names the token that ends a document, and no token of the tokenizer has one of the usual
+    /// names.
     #[error(
         "the token of {path} that ends a text is unknown: the files beside it name none, and no token has a usual name such as \
          {wanted}; name one in data.end_of_text"
@@ -284,7 +285,7 @@ pub enum DataError {
         /// The mismatch.
         reason: String,
     },
-    /// The slices do not hold whole windows, or the requested windows reach past the last one.
+    /// The slices do not hold whole windows, or the requested windows reach past the last window.
     #[error(
         "{inputs} inputs and {targets} targets from window {first} on are not whole windows of {sequence} tokens \
          within {windows} windows"

@@ -1,7 +1,7 @@
 //! Examples for training on answers: prompts with completions, and conversations.
 //!
-//! In: lines of JSON. Out: the tokens of each example, and which of them count in the loss. These are the tokens of
-//! answers, including the token that ends an answer. Never: an example without such a token.
+//! In: lines of JSON. Out: the tokens of each example, and which of them count in the loss. The tokens that count are
+//! those of answers, including the token that ends an answer. Never: a row with an example in which no token counts.
 
 use std::cmp::Reverse;
 use std::collections::BTreeSet;
@@ -38,7 +38,8 @@ impl Format {
         self != Self::Text
     }
 
-    /// True if a file's extension is that of a file whose lines or rows can be examples.
+    /// True if a file with this extension is read line by line or row by row, so that each line or row can be an
+    /// example.
     pub fn is_read_from(path: &Path) -> bool {
         has_lines(path)
     }
@@ -62,8 +63,8 @@ enum Content {
 /// Reads the lines of a .jsonl file, or the rows of a .parquet file.
 ///
 /// # Errors
-/// Returns an error if the file cannot be read, if a line is not an example (with its number), or if there are no
-/// lines.
+/// Returns an error if the file cannot be read, if a line is not an example, or if there are no lines. The error for a
+/// line contains the line's number.
 pub(crate) fn read_lines(path: &Path, format: Format) -> Result<Vec<Line>, DataError> {
     check_text(path)?;
     let mut lines = Vec::new();
@@ -112,8 +113,8 @@ impl Line {
     }
 
     /// Returns the line's tokens, and for each whether it counts in the loss. The tokens include the special tokens
-    /// around the text. With the tokenizer of a Hugging Face folder, these come from its post-processor or its chat
-    /// template. With only a vocabulary, it is the end-of-text token.
+    /// around the text. If there is the tokenizer of a Hugging Face folder, its post-processor or chat template
+    /// determines the special tokens. If there is only a vocabulary, the only special token is the end-of-text token.
     fn encode(&self, encoding: &Encoding<'_>) -> Result<Encoded, DataError> {
         let &Encoding { path, vocabulary, folder, answers } = encoding;
         match &self.content {
@@ -154,7 +155,8 @@ pub(crate) struct Encoding<'a> {
     /// The file of the lines.
     pub path: &'a Path,
     pub vocabulary: &'a Vocabulary,
-    /// The tokenizer of a Hugging Face folder with its chat template, if there is one.
+    /// The tokenizer of a Hugging Face folder, with the chat template if the folder has one. `None` if there is only a
+    /// vocabulary.
     pub folder: Option<&'a Tokenizer>,
     pub answers: Answers,
 }
@@ -287,7 +289,7 @@ mod tests {
             firsts.sort_unstable();
             let answered = examples.bounds.windows(2).zip(&lengths).filter(|(_, length)| (*length / 2).max(1) <= sequence);
             prop_assert_eq!(firsts, answered.clone().map(|(bounds, _)| bounds[0]).collect::<Vec<_>>());
-            // The same greedy choice is made here by searching all rows.
+            // The test makes the same greedy choice by searching all rows.
             let mut simple: Vec<usize> = Vec::new();
             let mut wanted: Vec<usize> = answered.map(|(_, length)| (length - 1).min(sequence)).collect();
             wanted.sort_unstable_by(|a, b| b.cmp(a));

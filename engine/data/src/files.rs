@@ -30,7 +30,7 @@ impl Corpus {
     ///   column `text`.
     /// - Links are followed. A byte-order mark is not part of a text.
     /// - Hidden files are skipped. So are folders that are marked as caches by a `CACHEDIR.TAG`, such as cargo's
-    ///   `target`. A .json file in a folder is skipped if its first line has no text.
+    ///   `target`. In a folder, a .json file is skipped too if its first line has no text.
     ///
     /// # Errors
     /// Returns an error if
@@ -84,7 +84,7 @@ impl Corpus {
 }
 
 /// Finds files of token ids: the given file, or the files of a folder that contains no text, sorted by name. Files for
-/// validation come last; their number is returned too. Returns `None` if there are no files of token ids.
+/// validation come last. The number of these files is returned too. Returns `None` if there are no files of token ids.
 pub(super) fn token_files(path: &Path) -> Result<Option<(Vec<PathBuf>, usize)>, DataError> {
     if !path.is_dir() {
         let is_bin = inner_extension(path).is_some_and(|extension| extension == "bin");
@@ -174,9 +174,9 @@ pub(super) fn read_text(path: &Path) -> Result<String, DataError> {
     Ok(text)
 }
 
-/// Checks that a file is UTF-8 without NUL bytes, and returns the size of its text in bytes. (UTF-16 and many binary
-/// formats would be valid UTF-8 if it were not for their NUL bytes.) Only a part of the file is in memory at a time.
-/// Parquet files are checked when they are read.
+/// Checks that a file is UTF-8 without NUL bytes, and returns the size of its text in bytes. NUL bytes are refused,
+/// because files in UTF-16 and in many binary formats would otherwise count as valid UTF-8. Only a part of the file is
+/// in memory at a time. Parquet files are checked when they are read.
 pub(super) fn check_text(path: &Path) -> Result<u64, DataError> {
     if is_parquet(path) {
         return Ok(0);

@@ -1,7 +1,7 @@
 //! The special tokens around a document, and the treatment of special tokens whose text occurs in a document.
 //!
-//! In: a tokenizer, the files in its folder, and the options of a run. Out: a [`Framing`], which records the file or
-//! option that named its end token. Never: a token that the tokenizer does not have.
+//! In: a tokenizer, the files in its folder, and the options of a run. Out: a [`Framing`], which also records the file
+//! or option that named the end token. Never: a token that the tokenizer does not have.
 
 use std::path::Path;
 
@@ -101,7 +101,7 @@ fn end_of(tokenizer: &Tokenizer, path: &Path) -> Result<Option<EndToken>, DataEr
     }
     for file in ["config.json", "generation_config.json"] {
         let found = read_json(folder, file)?["eos_token_id"].take();
-        // If the file lists several ids, the first one is the tokenizer's own.
+        // If the file lists several ids, the first id is that of the tokenizer's end token.
         let id = if found.is_array() { found[0].as_u64() } else { found.as_u64() };
         let id = id.and_then(|id| u32::try_from(id).ok());
         if let Some((id, token)) = id.and_then(|id| Some((id, tokenizer.id_to_token(id)?))) {

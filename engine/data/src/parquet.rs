@@ -21,7 +21,7 @@ const COLUMNS: [&str; 5] = ["text", "prompt", "completion", "response", "message
 /// Visits the rows with their numbers, counted from 1.
 ///
 /// # Errors
-/// Returns an error if the file cannot be read or is damaged, if it has none of the columns, or if the visitor returns
+/// Returns an error if the file cannot be read or is damaged, if it has none of [`COLUMNS`], or if the visitor returns
 /// an error.
 pub(crate) fn each_row(
     path: &Path,

@@ -23,7 +23,7 @@ pub struct Permutation {
 }
 
 impl Permutation {
-    /// The order of `0..len` for this `key`. `len` must be at most 2⁶².
+    /// Creates the order of `0..len` for a `key`. `len` must be at most 2⁶².
     pub fn new(len: u64, key: u64) -> Self {
         debug_assert!(len <= 1 << 62);
         let bits = u64::BITS - len.saturating_sub(1).leading_zeros();

@@ -14,8 +14,8 @@ const MAX_BYTES: u64 = 64 << 20;
 /// The Rust sources of a workspace and of its locked dependencies, as unpacked by cargo.
 ///
 /// First come the workspace's own sources, then the packages in the order of the lock file, each with its files sorted.
-/// Left out are packages that cargo has not unpacked on this machine. Of several versions of a package only the last is
-/// read: near copies would otherwise appear in both training and validation. Reading stops before the document that
+/// Packages that cargo has not unpacked on this machine are left out. Of several versions of a package, only the last
+/// is read. Otherwise, near copies would appear in both training and validation. Reading stops before the document that
 /// would exceed the cap.
 ///
 /// ```no_run
@@ -77,8 +77,8 @@ impl Corpus {
         Ok(corpus)
     }
 
-    /// Adds files until one would exceed `max_bytes`. In that case, returns the total size including that file;
-    /// otherwise returns `None`.
+    /// Adds files until a file would exceed `max_bytes`. Returns the total size including that file, or `None` if all
+    /// files were added.
     fn add_rust_files(&mut self, folder: &Path, max_bytes: u64) -> Result<Option<u64>, DataError> {
         let mut bytes = 0;
         for file in text_files(folder, &["rs"])? {

@@ -1,5 +1,5 @@
-//! Checks of a tokenizer.json for assumptions that the tokenizers library makes. They run before the library reads the
-//! file. Panics of the library become errors.
+//! Checks of a tokenizer.json for assumptions that the tokenizers library makes. The checks run before the library
+//! reads the file. If the library panics nevertheless, the panic becomes an error.
 //!
 //! In: the text of an untrusted file. Out: nothing, or the reason why the file is refused. The vocabulary is not
 //! checked here; the library checks it.
@@ -119,7 +119,7 @@ fn check_template(processor: &Json) -> Result<(), String> {
 /// Texts of all kinds, to find out whether a tokenizer panics.
 const PROBES: [&str; 5] = ["a", "A b aaaa\n", "  \t", "é1漢\u{1f600}", ""];
 
-/// Encodes and decodes a few texts. So a file that makes the library panic is refused when it is opened.
+/// Encodes and decodes a few texts, so that a file that makes the library panic is refused when the file is opened.
 ///
 /// # Errors
 /// Returns the library's error, or its panic as an error.

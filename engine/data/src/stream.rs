@@ -9,9 +9,9 @@ const REPLACEMENT: char = '\u{fffd}';
 
 type Decode<'a> = Box<dyn Fn(&[u32]) -> Result<String, DataError> + 'a>;
 
-/// Decodes tokens that arrive one by one. The returned pieces together are the text of all tokens. A character that
-/// consists of several tokens is returned with the last of these tokens. If it stays incomplete, it is returned as � at
-/// the end.
+/// Decodes tokens that arrive one by one. Joined together, the returned pieces are the text of all tokens. A character
+/// that consists of several tokens is returned with the last of these tokens. A character that stays incomplete is
+/// returned as � by [`Self::finish`].
 pub struct TextStream<'a> {
     decode: Decode<'a>,
     /// The tokens of the last returned piece, which are the context for later tokens, followed by the tokens not

@@ -32,7 +32,8 @@ impl Texts for Corpus {
     }
 }
 
-/// Visits texts. Returns true if they still match their report, because a file may have changed after it was hashed.
+/// Visits texts. Returns true if the texts still match their report. They do not match it if a file has changed after
+/// it was hashed.
 pub(super) fn visit_as_reported(texts: &dyn Texts, visit: &mut Visit) -> Result<bool, DataError> {
     let mut hasher = TextHasher::default();
     texts.visit(&mut |piece, last| {

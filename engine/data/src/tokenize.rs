@@ -134,7 +134,8 @@ struct Job<'a> {
     batch: Vec<Waiting>,
     batch_bytes: usize,
     unsaved_bytes: usize,
-    /// Number of texts that spell out a special token, which is encoded as plain text, and the first such token.
+    /// Number of texts that spell out a special token, and the first such token. These tokens are encoded as plain
+    /// text.
     spelled: (u64, Option<String>),
     /// The hash of the texts visited so far.
     text: TextHasher,
@@ -374,7 +375,8 @@ mod tests {
                 before = done();
             }
             assert!(before > 400 && begun_with(&path, &hash) == Some(vocabulary.hash()));
-            // Data that a process wrote after its last save must be ignored. Lost data must be noticed.
+            // Data that a process wrote after its last save must be ignored. If data that it had saved is lost, this
+            // must be noticed.
             let front = beside(&path, "tmp");
             let mut longer = fs::read(&front).unwrap();
             longer.extend([7; 100]);

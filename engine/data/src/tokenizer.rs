@@ -1,8 +1,8 @@
 //! The tokenizer of a Hugging Face folder.
 //!
 //! In: a folder with tokenizer.json and, usually, tokenizer_config.json and a chat template. Out: ids with the special
-//! tokens with which the model was trained, text as its tokens arrive, and conversations as text. A special token is
-//! never encoded as plain text.
+//! tokens with which the model was trained, text that is decoded token by token, and conversations as text. A special
+//! token is never encoded as plain text.
 
 use std::fmt;
 use std::ops::Range;
@@ -50,7 +50,7 @@ impl Tokenizer {
         Ok(Self { path, tokenizer: Box::new(tokenizer), eos, template })
     }
 
-    /// Returns the token that ends a text, or `None` if none is known. It is determined like the default of
+    /// Returns the token that ends a text, or `None` if none is known. The token is determined like the default of
     /// [`TextOptions::end`].
     pub fn eos(&self) -> Option<u32> {
         self.eos
@@ -88,7 +88,7 @@ impl Tokenizer {
         Ok((encoding.get_ids().to_vec(), are_inside(encoding.get_offsets(), spans)))
     }
 
-    /// Returns the text of ids. Special tokens are spelled out if `with_special`, otherwise left out.
+    /// Returns the text of ids. If `with_special`, special tokens are spelled out; otherwise they are left out.
     ///
     /// # Errors
     /// Returns an error if the tokenizer returns one.
@@ -107,9 +107,9 @@ impl Tokenizer {
     }
 }
 
-/// Reads a tokenizer.json. Its settings for truncation, padding and dropout are ignored, because they come from the
-/// last call before it was saved, or from the training of its model. So texts are encoded whole, without padding and
-/// deterministically, as in transformers.
+/// Reads a tokenizer.json. Its settings for truncation, padding and dropout are ignored. They come from the last call
+/// before the file was saved, or from the training of the tokenizer's model. So texts are encoded whole, without
+/// padding and deterministically, as in transformers.
 ///
 /// # Errors
 /// Returns an error if the file is missing, is not a tokenizer, or would make the library panic.

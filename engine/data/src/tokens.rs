@@ -76,8 +76,8 @@ impl Tokens {
     /// ids have the given width.
     ///
     /// # Errors
-    /// Returns an error if the file is missing or unreadable, if it does not hold a whole number of ids, or if it holds
-    /// another number of ids than its header says.
+    /// Returns an error if the file is missing or unreadable, if its size is not a whole number of ids, or if its
+    /// header states another number of ids.
     pub fn open(path: &Path, width: TokenWidth) -> Result<Self, DataError> {
         Self::open_all(&[path], width)
     }
@@ -115,8 +115,9 @@ impl Tokens {
         Ok(Self { storage: Storage::Shards(shards), count })
     }
 
-    /// Returns the width that the ids of files without a header appear to have, if it differs from the one with which
-    /// they are read. If wider ids are read in halves, every second value is an upper half, which is nearly zero.
+    /// Returns the width that the ids of files without a header appear to have, or `None` if they appear to have the
+    /// width with which they are read. If wider ids are read in halves, every second value is the upper half of an id
+    /// and nearly zero.
     fn looks_like(&self) -> Result<Option<TokenWidth>, DataError> {
         /// The most values that are examined in each file, and the fewest from which a width is concluded.
         const LOOKED_AT: (usize, u64) = (1 << 16, 16);

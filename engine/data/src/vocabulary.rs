@@ -189,8 +189,8 @@ impl Vocabulary {
         Some(format!("documents {begin}end with {end_token} ({end}), by {source}"))
     }
 
-    /// Returns the first special token that a text spells out. Returns `None` if there is none, or if such tokens are
-    /// encoded as special tokens.
+    /// Returns the first special token that a text spells out. Returns `None` if the text spells out none, or if
+    /// spelled-out special tokens are encoded as special tokens.
     pub(crate) fn spelled_special<'a>(&self, text: &'a str) -> Option<&'a str> {
         let Kind::Tokenizer { spelled: Some(special), .. } = &self.kind else { return None };
         special.find(text).map(|found| &text[found.range()])
@@ -218,8 +218,9 @@ impl Vocabulary {
         }
     }
 
-    /// True if a text can be cut after a line without changing its tokens. This is tested on a few lines. It is false
-    /// for tokenizers that mark the beginning of a text, such as Llama 2's; documents are then encoded whole.
+    /// True if a text can be cut after a line without changing its tokens. This is tested on a few lines. The result is
+    /// false for tokenizers that mark the beginning of a text, such as Llama 2's. If it is false, documents are encoded
+    /// whole.
     ///
     /// # Errors
     /// Returns an error in the same cases as [`Self::encode`].

@@ -1,4 +1,5 @@
-//! Random numbers without state. Each one is a pure function of where it is used.
+//! Random numbers without state. Each number is a pure function of a key and an index. The key is derived from the seed
+//! and, for a training step, from the step, the micro-batch and the place in the model.
 //!
 //! The generator is SplitMix64 (Steele, Lea & Flood, OOPSLA 2014), used as a counter-based generator: number i of a
 //! sequence is a hash of the sequence's key + i·γ. So a number does not change with recomputation, resuming or the

@@ -32,8 +32,8 @@ impl Spec {
         self.shape.elem_count()
     }
 
-    /// Returns the size in bytes of a contiguous tensor. Only valid if [`checked_bytes`](Self::checked_bytes) is
-    /// `Some`, which is checked for all tensors of a graph.
+    /// Returns the size in bytes of a contiguous tensor. The result is only valid if
+    /// [`checked_bytes`](Self::checked_bytes) returns `Some`. For all tensors of a graph, this has been checked.
     pub fn bytes(&self) -> u64 {
         (self.elements() * self.dtype.size_in_bytes()) as u64
     }

@@ -1,8 +1,7 @@
 //! Runs planned programs: on the CPU in an arena whose bytes candle tensors can view, on a GPU as recorded launches.
 //!
-//! In: an [`Executable`](gapless_compile::Executable). Out: its results, as candle tensors over the arena's own
-//! bytes,
-//! and messages to other ranks. Never: an address that was not planned, or an allocation while a program runs.
+//! In: an [`Executable`](gapless_compile::Executable). Out: results as candle tensors over the arena's own bytes, and
+//! messages to other ranks. Never: an address that was not planned, or an allocation while a program runs.
 //!
 //! ```text
 //! Executable ─▶ Session ─┬─▶ CpuBackend ──▶ kernels on all threads

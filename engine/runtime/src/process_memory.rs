@@ -91,7 +91,8 @@ mod control_groups {
 
     /// Returns the minimum of the memory left in the process's control groups, or `None` if no group has a limit.
     pub(super) fn available() -> Option<u64> {
-        // Looked up once: a process hardly ever changes its group, and a step may ask often.
+        // The groups are determined once, because a process hardly ever changes its groups, and a step may call this
+        // function often.
         static GROUPS: OnceLock<Vec<Group>> = OnceLock::new();
         let groups = GROUPS.get_or_init(|| {
             let memberships = std::fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
@@ -171,8 +172,8 @@ mod control_groups {
 /// Bytes read from a file; the statistics of a control group take about 4,000.
 const BUFFER: usize = 16384;
 
-/// Returns a field of a /proc file in bytes, or `None` if the file has no such field. The file gives the field in "kB",
-/// which means KiB. Does not allocate, so that a step may call this function.
+/// Returns a field of a /proc file in bytes, or `None` if the file has no such field. The file states the field in
+/// "kB", which means KiB there. Does not allocate, so that a step may call this function.
 fn proc_field(path: &str, field: &[u8]) -> Option<u64> {
     kibibytes(read(path.as_ref(), &mut [0; BUFFER])?, field)
 }

@@ -21,14 +21,15 @@ pub(crate) struct DynamicBuffers {
     arena: Option<Arena>,
     /// The offset of each request's buffer in bytes, indexed by request.
     request_offsets: Vec<u64>,
-    /// The row count with which each request was placed, indexed by request. Counting again later does not change it.
+    /// The row count with which each request was placed, indexed by request. If the rows are counted again later, this
+    /// entry does not change.
     rows: Vec<usize>,
     /// The latest row count, indexed by count (`DynamicAlloc::count`).
     row_counts: Vec<u32>,
     /// The requests that were placed in the last run, in order.
     assigned: Vec<Served>,
     overflow_heap: OverflowHeap,
-    /// For each count, whether its rows were evicted in this run.
+    /// For each row count, true if the rows of the count were evicted in this run.
     evicted: Vec<bool>,
     /// True if this rank had room for the rows of the last vote.
     had_room: bool,
@@ -41,7 +42,7 @@ pub(crate) struct DynamicBuffers {
 #[derive(Debug)]
 pub(crate) struct Refusal {
     overflow: Box<Overflow>,
-    /// The bytes that the arena and the buffers outside of it would take, if this exceeds the limit or cannot be
+    /// The bytes that the arena and the buffers outside of it would take together, which exceed the limit or cannot be
     /// provided. `None` if the buffer may not be placed outside of the arena at all.
     needed: Option<u64>,
 }
@@ -106,14 +107,14 @@ impl DynamicBuffers {
         (self.request_offsets[place], self.rows[place]) = (offset, self.row_counts[asked.count as usize] as usize);
     }
 
-    /// True if the instruction is skipped in this run. An instruction with a predicate only runs if the rows of the
-    /// count that the predicate names were evicted.
+    /// True if the instruction is skipped in this run. The predicate of an instruction names a row count. An
+    /// instruction with a predicate only runs if the rows of that count were evicted.
     pub fn is_left_out(&self, instruction: &Instruction) -> bool {
         instruction.predicate.is_some_and(|count| !self.evicted[count as usize])
     }
 
     /// Reserves room for all rows that a vote instruction proposes to keep. Returns this rank's vote: 0 if there is
-    /// room for all of them, or 1 if not. With vote 1, nothing stays reserved.
+    /// room for all of these rows, or 1 if not. If the vote is 1, nothing stays reserved.
     pub fn try_reserve(&mut self, instruction: &Instruction) -> f32 {
         for (index, asked) in instruction.requests.iter().enumerate() {
             let bytes = self.bytes(asked);
@@ -226,14 +227,15 @@ impl DynamicBuffers {
     }
 
     /// Returns the factor of [`Reserve::Balanced`] with which the arena would have held all buffers of the last run.
-    /// Returns `None` if the arena did hold them all.
+    /// Returns `None` if the arena held all of them.
     pub fn factor_needed(&self) -> Option<f64> {
         let arena = self.arena.as_ref()?;
         (!self.overflow_heap.range().is_empty() && arena.is_idle()).then(|| arena.factor())
     }
 
-    /// Enlarges the arena: to the size for 1.25 × `factor` if that is within `limit` and `enlarge` accepts it, or
-    /// else to the size for `factor`. If neither is possible, nothing changes.
+    /// Enlarges the arena to the size for 1.25 × `factor`, if this size is within `limit` and `enlarge` accepts it. If
+    /// not, enlarges the arena to the size for `factor` under the same conditions. If neither size is possible, nothing
+    /// changes.
     pub fn grow(
         &mut self,
         executable: &mut Executable,
@@ -267,8 +269,8 @@ impl DynamicBuffers {
         self.arena.as_ref().map(Arena::report)
     }
 
-    /// Checks the places of the last run for overlaps, with each other and with the static plan. Returns how many
-    /// buffers were placed.
+    /// Checks that the buffers placed in the last run overlap neither each other nor buffers of the static plan.
+    /// Returns the number of placed buffers.
     pub fn check(&self, executable: &Executable) -> Result<usize> {
         let Some(plan) = executable.routing() else { return Ok(0) };
         let (problem, offsets) = (executable.problem(), &executable.solution().offsets);

@@ -76,7 +76,8 @@ pub struct PersistentBytes<'a> {
     pub label: &'a Label,
     /// Shape and type.
     pub spec: &'a Spec,
-    /// True if this rank's instructions update the tensor; false if the rank receives it from the one that does.
+    /// True if this rank's instructions update the tensor; false if this rank receives the updated tensor from another
+    /// rank.
     pub changes_here: bool,
     /// Its elements.
     pub bytes: &'a [u8],
@@ -121,14 +122,14 @@ pub trait Backend: Any + Debug + Send {
     /// Returns the report on the arena's dynamic buffers, or `None` if no size depends on data.
     fn routing(&self) -> Option<ArenaReport>;
 
-    /// Checks the places assigned to dynamic buffers during the last run, and returns how many there were.
+    /// Checks the places assigned to dynamic buffers during the last run, and returns the number of these buffers.
     fn check_run(&self, executable: &Executable) -> Result<usize>;
 
     /// Allows dynamic buffers that find no room in the arena to be placed outside of it, as long as they and the arena
     /// together take at most `limit` bytes.
     fn allow_overflow_heap(&mut self, limit: u64);
 
-    /// Enlarges the arena, to at most `limit` bytes, if the last run needed more than it had.
+    /// Enlarges the arena, to at most `limit` bytes, if the last run needed more room than the arena had.
     fn grow(&mut self, executable: &mut Executable, limit: u64) -> Result<()>;
 }
 
@@ -285,8 +286,7 @@ impl<B: Backend + ?Sized> Session<B> {
         result.ok_or_else(not_called)
     }
 
-    /// Calls `fill` to overwrite the bytes of a persistent tensor. `fill` is given the current bytes, and returns any
-    /// result.
+    /// Calls `fill` with the bytes of a persistent tensor, which `fill` may overwrite. Returns the result of `fill`.
     ///
     /// # Errors
     /// Returns an error if there is no persistent tensor of that name, or if the device fails (`Error::Device`).
@@ -338,10 +338,10 @@ impl<B: Backend + ?Sized> Session<B> {
         self.backend.allow_overflow_heap(limit);
     }
 
-    /// Enlarges the arena if the last run had to place buffers outside of it. The new arena has room for 1.25 times
-    /// the load of that run, or exactly its load if only that fits into `limit` bytes. If neither fits, nothing
-    /// changes. Contents and offsets are kept. Candle tensors that were returned earlier keep the old contents and no
-    /// longer share the arena's bytes.
+    /// Enlarges the arena if the last run had to place buffers outside of it. The new arena has room for 1.25 times the
+    /// load of that run or, if `limit` bytes do not suffice for this, for exactly its load. If `limit` does not suffice
+    /// for that load either, nothing changes. The arena's contents and offsets are kept. Candle tensors that were
+    /// returned earlier keep the old contents and no longer share the arena's bytes.
     ///
     /// # Errors
     /// Returns an error if the larger arena cannot be reserved.

@@ -87,7 +87,7 @@ impl Transfers {
         [pipeline, batch, experts, replicas].into_iter().flatten().any(|way| way.memory() == Memory::Device)
     }
 
-    /// Begins a run of a program: tells the pipeline's communicator which launch order follows.
+    /// Begins a run of a program: passes the program's launch order to the pipeline's communicator.
     pub(crate) fn follow(&mut self, program: usize) -> communicator::Result<()> {
         match (self.orders.get(program), &mut self.communicators.pipeline) {
             (Some(Some(order)), Some(pipeline)) => pipeline.follow(order),
@@ -157,7 +157,7 @@ pub(crate) struct Operands<'a> {
     pub output: Bytes,
     /// For [`AllToAllRows`](Collective::AllToAllRows): the row offsets of the sent and of the received rows.
     pub row_offsets: [&'a [u32]; 2],
-    /// For [`AllToAllRows`](Collective::AllToAllRows): bytes of a row.
+    /// For [`AllToAllRows`](Collective::AllToAllRows): the bytes of one row.
     pub row_bytes: usize,
 }
 
@@ -196,7 +196,8 @@ impl Transfers {
         Ok(())
     }
 
-    /// Starts a collective. If no rank sends the end of its output, calls `clear` to zero these bytes.
+    /// Starts a collective. If the rows that ranks send do not fill the output, calls `clear` with the bytes after
+    /// these rows. `clear` must fill these bytes with zeros.
     ///
     /// # Safety
     /// The operands must be valid, and overlap only as the collective allows. Until the collective is finished, no
@@ -225,7 +226,7 @@ impl Transfers {
                 if received > output.1 || inputs[0].is_none_or(|input| sent > input.1) {
                     return Err(OTHER_ROWS);
                 }
-                // The rows after the last received one are part of the output too, but no rank sends them.
+                // The output also includes the rows after the last received row, which no rank sends.
                 if received < output.1 {
                     clear((output.0.wrapping_add(received), output.1 - received));
                 }
@@ -256,9 +257,9 @@ impl Transfers {
     }
 }
 
-/// Writes the number of bytes of each rank's rows to `lens`, and returns the sum. The rows consist of consecutive
-/// runs, equally many for each rank; `starts` holds the first row of each run and the total. Returns `None` if
-/// `starts` descends or a size overflows.
+/// Writes the number of bytes of each rank's rows to `lens`, and returns the sum. The rows consist of consecutive runs,
+/// with the same number of runs for each rank. `starts` holds the index of the first row of each run, followed by the
+/// total number of rows. Returns `None` if `starts` descends or a size overflows.
 fn row_lens(starts: &[u32], row_bytes: usize, lens: &mut [usize]) -> Option<usize> {
     let runs = starts.len().checked_sub(1)?.checked_div(lens.len())?;
     let mut all: usize = 0;

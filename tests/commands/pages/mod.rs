@@ -1,4 +1,4 @@
-//! Opens the HTML pages in a browser, light and dark, narrow and wide. Each must open without an error and be
+//! Opens the HTML pages in a browser, light and dark, narrow and wide. Each page must open without an error and be
 //! readable.
 
 use std::collections::BTreeSet;

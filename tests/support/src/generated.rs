@@ -53,7 +53,8 @@ pub struct Generated {
 }
 
 impl Generated {
-    /// Calls `draw` with one configuration after another. Each call must draw the cases of the given configuration.
+    /// Calls `draw` with one configuration after another. Each call of `draw` must draw and run the cases of its
+    /// configuration.
     ///
     /// # Panics
     /// Panics if a case fails, or if an environment variable is not a number.

@@ -69,7 +69,7 @@ pub fn next_to_repository(path: &str) -> Option<PathBuf> {
     Some(found)
 }
 
-/// Prints a line once. It bypasses the test harness, which would capture the line.
+/// Prints a line, unless it was printed before. Bypasses the test harness, which would capture the line.
 pub(crate) fn print_uncaptured(line: Arguments<'_>) {
     static SAID: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
     // Line breaks in the reason are replaced by spaces, so that the report is always one line.

@@ -62,7 +62,7 @@ impl Pattern {
         (0..EXPERTS).map(bias).collect()
     }
 
-    /// Checks that the loads follow the pattern. The load of an expert is the number of tokens that chose it.
+    /// Checks that the loads follow the pattern. The load of an expert is the number of tokens that chose this expert.
     pub fn check(self, load: &[f32], what: &str) {
         let all: f32 = load.iter().sum();
         let fits = match self {

@@ -193,7 +193,7 @@ mod jobs {
 
         let long: &[_] = &[("GAPLESS_TIMEOUT_SECONDS", "300")];
         let elsewhere: &[_] = &[("RANK", "0"), ("WORLD_SIZE", "9")];
-        // Each job with the texts of which this program or mpirun must print all.
+        // Each entry is a job, and the texts that this program and mpirun must print: all of them.
         let failures = [
             ("kill", long, &["rank 1 ", "signal 9"][..]),
             ("panic", long, &["as the test wants it", "gapless: rank 1 panicked"]),

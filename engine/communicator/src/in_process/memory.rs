@@ -38,7 +38,7 @@ unsafe impl Send for Entry {}
 /// The mismatch between two ranks of one collective.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Disagreement {
-    /// The ranks have started different operations, or with different sizes.
+    /// The ranks have started different operations, or the same operation with different sizes.
     Started { ranks: [usize; 2], entries: [Entry; 2] },
     /// A part of an all-to-all has different sizes at its ends.
     Part { from: usize, to: usize, sent: usize, expected: usize },
@@ -89,7 +89,7 @@ pub(super) unsafe fn items(entries: &[Entry]) -> Result<usize, Disagreement> {
             all(&|other| matches!(other, Collective::AllToAllV { .. }))?;
             for (from, sender) in entries.iter().enumerate() {
                 for (to, receiver) in entries.iter().enumerate() {
-                    // SAFETY: both are `AllToAllV`, with n sizes each.
+                    // SAFETY: both entries are `AllToAllV`, with n sizes each.
                     let (sent, expected) = unsafe { (part(sender, to, true).1, part(receiver, from, false).1) };
                     if sent != expected {
                         return Err(Disagreement::Part { from, to, sent, expected });

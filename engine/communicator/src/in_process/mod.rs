@@ -1,9 +1,9 @@
 //! Ranks as threads of one process: a message is one copy, and a sum reads every rank's values in place.
 //!
-//! A message is copied by the rank that posts its end last. A collective that all ranks have started is executed by the
-//! ranks that wait for it. So once all ranks of an operation have started it, it needs no other rank to make progress.
-//! Only `memory` dereferences addresses; its documentation explains why that is sound. `state` is bookkeeping behind
-//! one lock.
+//! A message has two ends, and the rank that posts its end last copies the message. A collective that all ranks have
+//! started is executed by the ranks that wait for it. So an operation that all of its ranks have started can complete
+//! without any further call by another rank. Only `memory` dereferences addresses; its documentation explains why that
+//! is sound. `state` is bookkeeping behind one lock.
 
 mod memory;
 mod state;
@@ -39,7 +39,7 @@ pub struct InProcess {
 #[derive(Debug)]
 struct World {
     state: Mutex<State>,
-    /// One per rank, signalled when something changes for which the rank may be waiting.
+    /// One condition variable per rank, signalled at every change that the rank may be waiting for.
     changed: Vec<Condvar>,
 }
 
@@ -109,7 +109,7 @@ impl InProcess {
         Ok(self.open(&mut state, Status::Done))
     }
 
-    /// Works on an operation until the operation ends, or until `when_blocked` gives up on it. Afterwards the
+    /// Works on an operation until the operation ends, or until `when_blocked` returns an error. After this call, the
     /// operation's memory is not accessed any more.
     fn work_until_ended<'a>(
         &mut self,
@@ -159,7 +159,7 @@ impl InProcess {
         }
     }
 
-    /// Executes items of a round that all members have started, until none is left.
+    /// Executes items of a round that all members have started, until all items have been handed out.
     fn perform<'a>(
         &mut self,
         world: &'a World,
@@ -258,8 +258,9 @@ unsafe impl Communicator for InProcess {
         if round.is_full() {
             self.entries.clear();
             self.entries.extend(round.entries.iter().flatten());
-            // SAFETY: the round is full. No member has left this round, because members only leave rounds that have
-            // failed or whose items are done.
+            // SAFETY: all members have entered the round, and none has left it. A member leaves only after the world
+            // has failed, which `check` above would have reported, or after all items of the full round are done. This
+            // round has no items yet.
             match unsafe { memory::items(&self.entries) } {
                 Ok(items) => round.items = items,
                 Err(disagreement) => round.disagreement = Some(disagreement),

@@ -189,7 +189,8 @@ impl State {
         }
     }
 
-    /// World ranks of the members that have not started a round. Each comes with true if the rank has left.
+    /// Returns the world ranks of the members that have not started the round, each with true if that rank has left the
+    /// group.
     fn missing(&self, round: &CollectiveInProgress) -> impl Iterator<Item = (usize, bool)> {
         let group = &self.groups[round.group];
         let all = round.entries.iter().zip(group.members.iter().zip(&group.left));
@@ -236,7 +237,7 @@ impl CollectiveInProgress {
         }
     }
 
-    /// Returns the next item and counts it as handed out. Returns `None` if none is left.
+    /// Returns the next item and counts it as handed out. Returns `None` if all items have been handed out.
     pub(super) fn hand_out(&mut self) -> Option<usize> {
         let item = self.next;
         (item < self.items).then(|| {
@@ -245,7 +246,7 @@ impl CollectiveInProgress {
         })
     }
 
-    /// True if all members have started the collective. Any member can then complete it alone.
+    /// True if all members have started the collective. Any single member can then complete the collective.
     pub(super) fn is_full(&self) -> bool {
         self.entered == self.entries.len()
     }

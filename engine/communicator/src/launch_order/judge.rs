@@ -66,7 +66,8 @@ impl<'a> Device<'a> {
         }
     }
 
-    /// Completes the first launch of the stream. Returns the number of equal starts before it in the program.
+    /// Completes the first launch of the stream. Returns the number of equal starts that come before this launch's
+    /// start in the program.
     fn pass(&mut self) -> usize {
         let Some(Launch::One(start)) = self.stream.pop_front() else { panic!("the head is one start") };
         self.through.push(start);
@@ -74,7 +75,8 @@ impl<'a> Device<'a> {
     }
 }
 
-/// Completes the next operation of a rank if it is also the next operation at its other end. Returns whether it did.
+/// Completes the next operation of a rank if the rank at the operation's other end has reached the operation too.
+/// Returns true if the operation was completed.
 fn connect(ranks: &mut [Device], me: usize) -> bool {
     if let Some(&Launch::Oneself { send, receive }) = ranks[me].stream.front() {
         let Start::Send { to, tag, len } = ranks[me].starts[send] else { panic!("a send") };

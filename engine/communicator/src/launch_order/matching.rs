@@ -168,11 +168,11 @@ impl<'a> Walk<'a> {
 }
 
 impl Rank<'_> {
-    /// Returns the time at which the rank can go on. Returns `None` if its program is finished or waits for a start
-    /// that is not matched.
+    /// Returns the time at which the rank can go on. Returns `None` if the rank's program is finished, or if the
+    /// program waits for a start that is not matched.
     fn goes_on_at(&self) -> Option<u64> {
         match self.program.first()? {
-            // A wait for an operation that was not started is an error, which `go_on` reports.
+            // If the program waits for an operation that it has not started, `go_on` returns the error.
             Call::Wait(start) => self.matched.get(*start).map_or(Some(self.clock), |at| Some(self.clock.max((*at)?))),
             _ => Some(self.clock),
         }

@@ -15,8 +15,9 @@
 //! In: for each rank, the operations that it will start, wait for and compute, in the order of its program ([`Call`]s).
 //! Out: for each rank, the order in which it launches the operations it starts ([`LaunchOrder`]). The list comes from a
 //! simulation of all programs together (`matching`): an operation is listed when all of its ends have been started. So
-//! no program waits for an operation before it has started all earlier ones of its rank on the list. In effect, a send
-//! is held back until the receiver is about to need the message. The memory of the send is lent until then anyway.
+//! when a program waits for an operation, it has already started all of its own operations that are earlier on the
+//! list. In effect, a send is held back until the receiver is about to need the message. The memory of the send is lent
+//! until then anyway.
 //!
 //! ```text
 //! rank 0   send a, send b            rank 0 launches   send b, send a
@@ -58,8 +59,8 @@ pub enum Call {
     Start(Start),
     /// Waits for the program's start with this index.
     Wait(usize),
-    /// Computes for this long, in any unit that all ranks share. The times only improve the order; the order is correct
-    /// with any times.
+    /// A computation of this duration, in any unit that all ranks share. Accurate durations give a better order, but
+    /// the order is correct with any durations.
     Compute(u64),
 }
 
@@ -72,7 +73,8 @@ pub enum Start {
     Collective(Kind),
 }
 
-/// The kind of a collective and its sizes, on which all ranks must agree. Addresses are left out.
+/// The kind of a collective and its sizes, without addresses. All ranks must start the collective with the same kind
+/// and sizes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[allow(missing_docs, reason = "as in `Collective`")]
 pub enum Kind {
@@ -111,7 +113,7 @@ impl LaunchOrder {
     ///
     /// # Errors
     /// Returns an error if
-    /// - a message has only one end, or its ends differ in size,
+    /// - only one end of a message is started, or the two ends differ in size,
     /// - ranks start different collectives,
     /// - ranks wait for each other in a cycle, or
     /// - a program waits for an operation that it has not started.

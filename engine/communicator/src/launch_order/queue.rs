@@ -39,8 +39,9 @@ impl LaunchQueue {
         }
     }
 
-    /// Returns the next launch, or `None` if not all starts that it consists of have been recorded. Call this until it
-    /// returns `None`.
+    /// Returns the next launch and counts it as launched. Returns `None` if a start of the next launch has not been
+    /// recorded yet, or if everything was launched. After each recorded start, call this repeatedly until it returns
+    /// `None`.
     pub fn launch(&mut self) -> Option<Launch> {
         let launch = *self.order.launches.get(self.launched)?;
         let last = match launch {

@@ -75,8 +75,8 @@ fn the_order_of_the_programs_themselves_confuses_messages() {
     run(&programs, orders.iter().map(LaunchOrder::as_started).collect(), 1);
 }
 
-/// Rank 1 computes for a long time before it receives a message from rank 0. Messages that rank 0 receives meanwhile
-/// must not be delayed by it.
+/// Rank 1 computes for a long time before it receives a message from rank 0. This must not delay the messages that rank
+/// 0 receives meanwhile.
 #[test]
 fn time_decides_who_is_first() {
     let zero = vec![send(1, 0), receive(2, 0), Wait(1), Wait(0)];

@@ -113,7 +113,7 @@ unsafe impl Communicator for Nccl {
         }
         self.wait_until_at_most(0)?;
         // A failing rank first reports its failure and then aborts its communicators, which may end operations that
-        // wait for it. So the report is looked for before results are used.
+        // wait for it. So this rank looks for such a report before it uses results.
         heartbeat(&mut *self.control).map_err(|error| self.fail(error))
     }
 

@@ -21,9 +21,9 @@ impl Nccl {
     /// computation gets a new stream. This is a collective operation.
     ///
     /// # Errors
-    /// Returns [`CommunicatorError::Missing`](crate::CommunicatorError::Missing) before anything else if the driver or
-    /// NCCL is missing. Also returns errors of NCCL, for example for two ranks on one GPU. A rank that gets an error
-    /// leaves the group, and the calls of the other ranks return errors.
+    /// If the driver or NCCL is missing, returns [`CommunicatorError::Missing`](crate::CommunicatorError::Missing)
+    /// without contacting the other ranks. Also returns errors of NCCL, for example if two ranks use one GPU. A rank
+    /// that gets an error leaves the group, and the calls of the other ranks return errors.
     pub fn on_device(control: Box<dyn Communicator>, ordinal: usize) -> Result<Self> {
         Library::load()?;
         let context = CudaContext::new(ordinal).map_err(cuda("cuDevicePrimaryCtxRetain"))?;

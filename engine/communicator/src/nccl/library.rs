@@ -1,12 +1,12 @@
 //! Finds the driver and NCCL on this machine, or reports what is missing.
 //!
-//! cudarc loads the driver but panics if there is none, so its presence is checked first. NCCL is loaded here, because
-//! cudarc looks for `libnccl.so` and for versions that NCCL never had. The package of NCCL installs `libnccl.so.2`, and
-//! only its development package installs `libnccl.so`. Loading `libnccl.so.2` before cudarc would not help, since the
-//! loader searches by name.
+//! cudarc loads the driver but panics if there is none, so the presence of a driver is checked first. NCCL is loaded
+//! here, because cudarc looks for `libnccl.so` and for versions that NCCL never had. The package of NCCL installs
+//! `libnccl.so.2`, and only its development package installs `libnccl.so`. Loading `libnccl.so.2` before cudarc would
+//! not help, since the loader searches by name.
 //!
-//! The types are those of cudarc's oldest NCCL version, whose configurations newer libraries accept. Result codes are
-//! plain integers here, because a newer library may have more codes than cudarc's enum.
+//! The types are those of the oldest NCCL version that cudarc supports. Newer libraries accept its configurations.
+//! Result codes are plain integers here, because a newer library may have more codes than cudarc's enum.
 
 use std::ffi::{CStr, OsStr, OsString, c_char, c_int, c_void};
 use std::sync::OnceLock;

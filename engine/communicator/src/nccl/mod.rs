@@ -66,7 +66,7 @@ const INTERVAL: Duration = Duration::from_micros(20);
 /// Time between two checks of a waiting rank for failures of other ranks.
 const HEARTBEAT: Duration = Duration::from_millis(100);
 
-/// The most operations that may be left to the device to wait for while the host continues.
+/// Maximum number of operations for which the device may wait while the host continues.
 const MAX_LEFT_TO_DEVICE: usize = 64;
 
 /// The order in which f32 are summed.
@@ -76,21 +76,21 @@ pub enum Sums {
     /// only, so sums over more ranks are refused.
     #[default]
     InOrder,
-    /// NCCL's order, which depends on the topology, the algorithm and the size. All ranks get the same bits. Other
-    /// backends give different bits, and so may other runs.
+    /// NCCL's order, which depends on the topology, the algorithm and the size. All ranks get the same bits. The bits
+    /// may differ between runs, and they differ from those of other backends.
     AnyOrder,
 }
 
 /// A rank that is a GPU. All ranks of a host communicator create it together, by [`Nccl::on_device`] or [`Nccl::over`].
 ///
-/// - An operation begins when the compute stream has reached the point at which it was when the operation was started.
-///   So memory may be lent while its contents are still being computed.
+/// - An operation begins when the device has done all work that was on the compute stream when the operation was
+///   started. So memory may be lent while its contents are still being computed.
 /// - Lent memory is device memory of this rank's GPU, except for the sizes of
 ///   [`Collective::AllToAllV`](crate::Collective::AllToAllV), which are host memory.
 /// - [`wait`](Communicator::wait) blocks the host.
-/// - Unlike with other backends, a start may wait for another rank. This happens when all ranks, or two of them,
-///   exchange data in a certain way for the first time. Creating the communicator and [`agree`](Communicator::agree)
-///   perform the first exchanges that can be foreseen.
+/// - Unlike with other backends, a start may wait for another rank. This happens when all ranks, or two of them, use a
+///   kind of exchange for the first time. Creating the communicator and [`agree`](Communicator::agree) perform the
+///   first exchanges that can be foreseen.
 /// - The launches of two communicators of one rank run concurrently on the device. So ranks must start operations of
 ///   different communicators in orders that cannot deadlock, for example in the same order.
 /// - All ranks must drop their communicators in the same order.
@@ -107,10 +107,11 @@ pub struct Nccl {
     compute: Arc<CudaStream>,
     /// The stream on which operations run.
     stream: Arc<CudaStream>,
-    /// Device memory of at least two elements, for operations that need some of their own, and its address.
+    /// Device memory of at least two elements, and its address. It is for operations that need device memory of their
+    /// own.
     scratch: (CudaSlice<f32>, u64),
     slots: Vec<Slot>,
-    /// Slots whose operations were left to the device to wait for, oldest first.
+    /// Slots of the operations for which the device waits instead of the host, oldest first.
     left: VecDeque<usize>,
     /// The run in progress.
     run: Option<LaunchQueue>,
@@ -262,7 +263,7 @@ impl Nccl {
         Err(error)
     }
 
-    /// Waits for operations that were left to the device, oldest first, until at most `most` of them remain.
+    /// Waits for operations for which so far only the device waits, oldest first, until at most `most` of them remain.
     fn wait_until_at_most(&mut self, most: usize) -> Result<()> {
         while self.left.len() > most {
             let index = self.left.pop_front().expect("there are more");
@@ -331,8 +332,8 @@ impl Nccl {
         let _ = self.stream.synchronize();
     }
 
-    /// Leaves the communicator together with the other ranks. If these do not respond, no failure is reported to them,
-    /// because no operation is in progress.
+    /// Leaves the communicator together with the other ranks. If the other ranks do not respond, no failure is reported
+    /// to them, because no operation is in progress.
     fn leave(&mut self) -> Result<()> {
         self.bind()?;
         self.comm.finalize()?;

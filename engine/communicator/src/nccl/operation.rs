@@ -58,8 +58,7 @@ impl Operation {
         }
     }
 
-    /// Checks that the first and the last byte of every range that NCCL would get are device memory. Returns an error
-    /// if not.
+    /// Returns an error unless the first and the last byte of every range that NCCL would get are device memory.
     ///
     /// # Safety
     /// The sizes of an all-to-all must be valid for `ranks` entries, in host memory.
@@ -89,8 +88,8 @@ impl Operation {
         }
     }
 
-    /// Enqueues the operation on a stream. `word` is 4 bytes of device memory, for operations that need some of their
-    /// own.
+    /// Enqueues the operation on a stream. `word` is 4 bytes of device memory, for operations that need device memory
+    /// of their own.
     ///
     /// # Safety
     /// The operation's memory must stay lent until the stream has executed it.
@@ -175,7 +174,7 @@ impl Slot {
         if len == 0 || from == to {
             return Ok(());
         }
-        // SAFETY: by this function's contract; both have the same length, since they matched.
+        // SAFETY: by this function's contract. The send and the receive were matched, so they have the same length.
         let copied = unsafe { result::memcpy_dtod_async(to as u64, from as u64, len, stream.cu_stream()) };
         copied.map_err(cuda("cuMemcpyDtoDAsync"))
     }

@@ -86,7 +86,7 @@ impl Comm {
     /// True if all calls have completed. Launched operations may still be running.
     ///
     /// # Errors
-    /// Returns an error if the communicator has failed since.
+    /// Returns an error if the communicator has failed.
     pub(super) fn is_call_complete(&self) -> Result<bool> {
         const CALL: &str = "ncclCommGetAsyncError";
         let mut state = SUCCESS;
@@ -97,8 +97,8 @@ impl Comm {
     }
 
     /// # Safety
-    /// For this and the following methods: addresses must be valid on the communicator's device for the given size, and
-    /// must stay lent until the stream has executed the call. The stream must belong to that device.
+    /// This applies to the following methods too. Addresses must be valid on the communicator's device for the given
+    /// size, and must stay lent until the stream has executed the call. The stream must belong to that device.
     pub(super) unsafe fn send(&self, bytes: *const u8, len: usize, to: usize, stream: Stream) -> Result<()> {
         // SAFETY: by this function's contract. The number of ranks was checked to fit `c_int` on joining.
         self.call("ncclSend", |nccl, handle| unsafe {
@@ -126,7 +126,7 @@ impl Comm {
     }
 
     /// # Safety
-    /// As for [`Self::send`]; `count` is the size of a part.
+    /// The requirements of [`Self::send`] apply; `count` is the number of elements of a part.
     pub(super) unsafe fn reduce_scatter(
         &self,
         send: *const f32,
@@ -142,7 +142,7 @@ impl Comm {
     }
 
     /// # Safety
-    /// As for [`Self::send`]; `len` is the size of a part.
+    /// The requirements of [`Self::send`] apply; `len` is the size of a part in bytes.
     pub(super) unsafe fn all_gather(
         &self,
         send: *const u8,
@@ -166,8 +166,8 @@ impl Comm {
         })
     }
 
-    /// Launches the operations that `calls` requests as one group. No operation of a group waits for another one of
-    /// that group.
+    /// Runs `calls`, and launches the operations that it requests as one group. No operation of a group waits for
+    /// another one of that group.
     pub(super) fn group(&self, calls: impl FnOnce() -> Result<()>) -> Result<()> {
         // SAFETY: every group that is started is ended.
         self.call("ncclGroupStart", |nccl, _| unsafe { (nccl.group_start)() })?;
@@ -202,7 +202,7 @@ impl Comm {
         let handle = self.take();
         if !handle.is_null() {
             // SAFETY: the handle is a valid communicator, and was removed, so it is not used again. An error is
-            // ignored, because nothing can be done about it.
+            // ignored, because the caller could not react to it.
             unsafe { (self.nccl.abort)(handle) };
         }
     }

@@ -1,4 +1,5 @@
-//! Ranks that are GPUs. On a machine without a GPU, the errors are checked, otherwise the operations of a single rank.
+//! Ranks that are GPUs. On a machine with a GPU, the operations of a single rank are checked. On any other machine, the
+//! errors are checked.
 
 use std::sync::Arc;
 
@@ -97,7 +98,7 @@ fn one_rank(mut rank: Nccl) {
         },
     ];
     for collective in collectives {
-        // SAFETY: its memory is not accessed until the wait.
+        // SAFETY: the memory of the operation is not accessed until the wait.
         let request = unsafe { rank.start(collective) }.unwrap();
         rank.wait(request).unwrap();
     }

@@ -109,8 +109,8 @@ fn crossing_sends(rank: &mut dyn Communicator) -> Result<()> {
     Ok(())
 }
 
-/// Messages to the next rank of a ring, which receives them in another order than they are sent. They differ in several
-/// fields of the tag.
+/// Sends messages to the next rank of a ring, which receives them in another order. The messages' tags differ in
+/// several fields.
 fn tags_out_of_order(rank: &mut dyn Communicator) -> Result<()> {
     const MESSAGES: usize = 60;
     let (me, size) = (rank.rank(), rank.size());
@@ -206,7 +206,7 @@ fn reduce_scatter(rank: &mut dyn Communicator) -> Result<()> {
 
         // The result is written in place, into the rank's own part.
         let base = send.as_mut_ptr();
-        // SAFETY: `send` is not accessed until the wait, and the overlap is the one that is allowed.
+        // SAFETY: `send` is not accessed until the wait, and the operands only overlap as `Collective` allows.
         let request =
             unsafe { rank.start(Collective::ReduceScatter { send: base, receive: base.add(me * count), count }) }?;
         rank.wait(request)?;
@@ -227,7 +227,7 @@ fn all_gather(rank: &mut dyn Communicator) -> Result<()> {
         let mut found = vec![0; len * size];
         found[me * len..][..len].copy_from_slice(&bytes(me, 0, len));
         let receive = found.as_mut_ptr();
-        // SAFETY: `found` is not accessed until the wait, and the overlap is the one that is allowed.
+        // SAFETY: `found` is not accessed until the wait, and the operands only overlap as `Collective` allows.
         let request = unsafe { rank.start(Collective::AllGather { send: receive.add(me * len), receive, len }) }?;
         rank.wait(request)?;
         assert!(found == expected);

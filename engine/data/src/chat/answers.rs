@@ -2,7 +2,7 @@
 //!
 //! If the template has `{% generation %}` tags, answers lie between them. Otherwise, the conversation is rendered once
 //! up to the prompt for an answer, and once with the answer. The answer is the text that the second rendering adds. The
-//! renderings are compared byte by byte; if they do not determine the position of an answer, that is an error.
+//! renderings are compared byte by byte. If they do not determine the position of an answer, an error is returned.
 
 use std::ops::Range;
 
@@ -73,8 +73,8 @@ impl ChatTemplate {
         Ok(self.render_part(conversation, RenderedRange { messages, add_generation_prompt: prompt, marked: None })?.0)
     }
 
-    /// Selects the tagged ranges of the answers that count. The ranges of a message are those that are added when the
-    /// message is rendered too.
+    /// Selects the tagged ranges of the answers that count. To find the ranges of a message, renders the conversation
+    /// up to this message: the ranges that this adds belong to the message.
     fn tagged(
         &self,
         conversation: &Conversation,
@@ -164,7 +164,7 @@ impl ChatTemplate {
         Ok(once.map(|(before, after)| (before.to_owned(), after.to_owned())))
     }
 
-    /// Returns the error for an answer whose position is ambiguous. `or` is an additional remedy.
+    /// Returns the error for an answer whose position is ambiguous. `or` is a further remedy for the error to suggest.
     fn not_defined(&self, index: usize, reason: &str, or: &str) -> DataError {
         self.fail(format!(
             "the part of the text that is the answer in message {index} is ambiguous: {reason}; put {{% generation %}} and \

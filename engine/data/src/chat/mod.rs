@@ -82,8 +82,8 @@ impl ChatTemplate {
     /// next turn. Messages are [`Message`]s, or any other values that the template can read.
     ///
     /// # Errors
-    /// Returns an error if the template raises one (many templates do if turns do not alternate), or if rendering takes
-    /// too much work or memory.
+    /// Returns an error if rendering takes too much work or memory, or if the template itself raises an error. Many
+    /// templates raise an error if turns do not alternate.
     pub fn render<T: Serialize>(&self, messages: &[T], add_generation_prompt: bool) -> Result<String, DataError> {
         self.render_conversation(&self.conversation(messages)?, add_generation_prompt)
     }

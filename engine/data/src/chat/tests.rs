@@ -318,7 +318,7 @@ fn hostile_templates_end_as_errors() {
     assert_eq!(render(chain, ROW).unwrap(), "x");
 }
 
-/// Renders a row and puts the answers in it in brackets.
+/// Renders a row, with brackets around the answers.
 fn answers(source: &str, row: &str, which: Answers) -> Result<String, String> {
     let conversation = Conversation::of_row(row)?;
     let (mut text, spans) = template(source)?.answers_of(&conversation, which).map_err(|error| error.to_string())?;

@@ -52,7 +52,8 @@ pub(super) fn lock(folder: &Path) -> Result<File, DataError> {
 }
 
 impl Dataset {
-    /// Reuses the dataset that an earlier call made of these texts, or tokenizes and splits the texts.
+    /// Reuses the dataset that an earlier call prepared from these texts. If there is none, tokenizes and splits the
+    /// texts.
     pub(super) fn from_texts(texts: &dyn Texts, options: &DataOptions) -> Result<Self, DataError> {
         let report = texts.report();
         let (known, name) = match &options.vocabulary {
@@ -92,7 +93,7 @@ impl Dataset {
         }
         let vocabulary = match (&known, &options.vocabulary) {
             (None, VocabularyChoice::Bpe { size }) => match begun_with(&folder.join(TOKENS), &report.hash) {
-                // If an interrupted preparation has trained a vocabulary, it is not trained again.
+                // If an interrupted preparation has already trained a vocabulary, that vocabulary is used.
                 Some(hash) => Vocabulary::open(&folder.join(TOKENIZER)).ok().filter(|kept| kept.hash() == hash),
                 None => None,
             }

@@ -56,7 +56,7 @@ impl Dataset {
     }
 }
 
-/// Returns the vocabulary of a mixture. It is the chosen one, or one that is trained on all texts of the mixture and
+/// Returns the vocabulary of a mixture: the chosen vocabulary, or one that is trained on all texts of the mixture and
 /// kept in the cache.
 fn shared_vocabulary(sources: &[(Source, f64)], options: &DataOptions) -> Result<VocabularyChoice, DataError> {
     let VocabularyChoice::Bpe { size } = options.vocabulary else { return Ok(options.vocabulary.clone()) };

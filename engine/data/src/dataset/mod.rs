@@ -87,8 +87,8 @@ impl Dataset {
     /// special tokens and the chat template.
     ///
     /// # Errors
-    /// Returns an error if a line is not an example, if the vocabulary is invalid, or if conversations have no chat
-    /// template or are rejected by it.
+    /// Returns an error if a line is not an example, if the vocabulary is invalid, if there are conversations but no
+    /// chat template, or if the chat template rejects a conversation.
     pub fn examples(path: &Path, format: Format, options: &DataOptions) -> Result<Self, DataError> {
         let lines = read_lines(path, format)?;
         let vocabulary = match &options.vocabulary {
@@ -101,7 +101,7 @@ impl Dataset {
             VocabularyChoice::File(file) => file.parent().map(Tokenizer::open).transpose()?,
             _ => None,
         };
-        // The examples for validation are moved to the end.
+        // The examples for validation are moved to the end of the stream.
         let every = options.validation_every;
         let is_validation = |index: usize| every > 0 && index % every.max(2) == every.max(2) - 1;
         let encoding = Encoding { path, vocabulary: &vocabulary, folder: folder.as_ref(), answers: options.answers };
@@ -144,7 +144,7 @@ impl Dataset {
         self.parts.iter().map(|part| part.validation.end - part.validation.start).sum()
     }
 
-    /// The largest token id in the data. A model's embedding needs more rows than this.
+    /// The largest token id in the data. A model's embedding needs at least one row more than this.
     pub fn largest_token(&self) -> u32 {
         self.largest
     }
@@ -192,8 +192,8 @@ impl Dataset {
     }
 
     /// Opens files of token ids. The vocabulary is the chosen tokenizer, or else the tokenizer in their folder, or else
-    /// none. The last `validation` files are for validation. If that is 0, the last 1/`validation_every` of the tokens
-    /// is.
+    /// none. The last `validation` files are for validation. If `validation` is 0, the last 1/`validation_every` of the
+    /// tokens is for validation.
     fn from_ids(path: &Path, files: &[PathBuf], validation: usize, options: &DataOptions) -> Result<Self, DataError> {
         let beside = if path.is_dir() { path.join(TOKENIZER) } else { path.with_file_name(TOKENIZER) };
         let vocabulary = match &options.vocabulary {

@@ -31,8 +31,8 @@ pub struct DataOptions {
     /// The vocabulary. The default is BPE of 4,096 tokens.
     pub vocabulary: VocabularyChoice,
     /// Every n-th document is used for validation, so that both parts have the same distribution. With fewer documents
-    /// than n, and for .bin files, the last n-th of the tokens is used. 0 means no validation. 1 would leave nothing to
-    /// train on and counts as 2. The default is 32, about 3 % of the data.
+    /// than n, and for .bin files, the last n-th of the tokens is used. 0 means no validation. 1 counts as 2, because
+    /// it would leave nothing to train on. The default is 32, about 3 % of the data.
     pub validation_every: usize,
     /// The treatment of special tokens around a document and in its text.
     pub text: TextOptions,

@@ -166,7 +166,7 @@ fn ids_of_another_width_are_not_read_in_halves() {
         let dataset = read(size, Some(written)).unwrap();
         assert_eq!((dataset.training_tokens(), dataset.largest_token()), (400, *ids.iter().max().unwrap()));
     }
-    // The given width is the one that the ids appear to have.
+    // The given width equals the width that the ids appear to have.
     for (written, size) in [(U16, 50_257), (U32, 100_000)] {
         fs::write(&file, bytes(written)).unwrap();
         assert_eq!(read(size, None).unwrap().training_tokens(), 400);

@@ -66,7 +66,7 @@ impl WindowSource {
         Ok(Self { tokens, range, sequence, kind: Kind::Rows { examples, rows: rows.into() } })
     }
 
-    /// Number of windows if they are adjacent and the first one starts at the first token.
+    /// Number of windows if the windows are adjacent and the first window starts at the first token.
     pub fn all(&self) -> u64 {
         match &self.kind {
             Kind::Stream { .. } => self.whole_windows(self.length()),
@@ -91,7 +91,8 @@ impl WindowSource {
         }
     }
 
-    /// Returns the start of adjacent window number `window`: a position or a row, as [`Self::visited`] does.
+    /// Returns the start of adjacent window number `window`. Like the result of [`Self::visited`], this is a position
+    /// or the index of a row.
     pub fn nth(&self, window: u64) -> u64 {
         match self.kind {
             Kind::Stream { .. } => self.range.start + window * self.sequence as u64,

@@ -13,7 +13,7 @@ pub use training::TrainingWindows;
 pub use validation::ValidationWindows;
 
 /// Splits `count` among the parts by their weights. Each part gets at least one, so the total exceeds `count` if there
-/// are more parts.
+/// are more than `count` parts.
 fn shares(parts: &[(WindowSource, f64)], count: usize) -> Vec<usize> {
     let all: f64 = parts.iter().map(|(_, weight)| weight).sum();
     let (mut weights, mut given) = (0.0, 0);
@@ -29,8 +29,8 @@ fn shares(parts: &[(WindowSource, f64)], count: usize) -> Vec<usize> {
     shares
 }
 
-/// Writes windows `first..` into the slices. `windows` is the total number of windows, and `start` returns the part and
-/// the start of each.
+/// Writes windows `first..` into the slices. `windows` is the total number of windows. `start` returns the part and the
+/// start of the window with the given index.
 fn fill<'a>(
     sequence: usize,
     windows: usize,

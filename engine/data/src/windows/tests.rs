@@ -68,8 +68,8 @@ generated! {
     }
 }
 
-/// Each part has its share of every 4096 windows. It visits its own windows in the same order as it would alone, and
-/// the result does not depend on other calls.
+/// Each part has its share of every 4096 windows. A part visits its own windows in the same order as without the other
+/// parts, and the result does not depend on other calls.
 #[test]
 fn parts_of_a_mixture_have_their_shares_and_their_own_order() {
     let cut = |from: u64, to: u64| WindowSource::new(counting(3000), from..to, None, 10, "training").unwrap();

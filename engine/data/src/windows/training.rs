@@ -68,9 +68,9 @@ impl TrainingWindows {
         Ok(Self { parts: parts.into_iter().zip(shares).map(with_places).collect(), batch, seed })
     }
 
-    /// Returns the number of windows in an epoch. For a mixture, it is the sum over the parts, each of which has its
-    /// own epochs. In each epoch, a stream's windows are shifted by up to one window, so the last window is left out if
-    /// there is more than one.
+    /// Returns the number of windows in an epoch. For a mixture, this is the sum over the parts, each of which has its
+    /// own epochs. In each epoch, a stream's windows are shifted by up to one window, so if the stream has several
+    /// windows, the last window is left out.
     pub fn per_epoch(&self) -> u64 {
         self.parts.iter().map(|(cut, _)| cut.per_epoch()).sum()
     }
@@ -85,8 +85,8 @@ impl TrainingWindows {
         self.parts[0].0.sequence
     }
 
-    /// Finds window `index` of the batch of `step`. Returns its part and its start: the position of its first token in
-    /// the stream, or the index of its row of examples.
+    /// Finds window `index` of the batch of `step`. Returns the window's part and the window's start. The start is the
+    /// position of the first token in the stream, or the index of the row of examples.
     pub(super) fn start(&self, step: u64, index: usize) -> (&WindowSource, u64) {
         let visit = u128::from(step) * self.batch as u128 + index as u128;
         if let [(cut, _)] = &self.parts[..] {

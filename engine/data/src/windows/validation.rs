@@ -47,8 +47,8 @@ impl ValidationWindows {
         self.parts[0].0.sequence
     }
 
-    /// Finds window `index`. Returns its part and its start: the position of its first token in the stream, or the
-    /// index of its row of examples.
+    /// Finds window `index`. Returns the window's part and the window's start. The start is the position of the first
+    /// token in the stream, or the index of the row of examples.
     pub(super) fn start(&self, mut index: usize) -> (&WindowSource, u64) {
         let mut parts = self.parts.iter();
         let (cut, count) = loop {
@@ -75,7 +75,8 @@ impl ValidationWindows {
     /// [`TrainingWindows::fill_documents`](super::TrainingWindows::fill_documents).
     ///
     /// # Errors
-    /// Returns an error in the same cases as that method.
+    /// Returns an error in the same cases as
+    /// [`TrainingWindows::fill_documents`](super::TrainingWindows::fill_documents).
     pub fn fill_documents(
         &self,
         first: usize,

@@ -44,7 +44,8 @@ pub struct Widened {
 }
 
 /// Returns the range of bytes, within its storage, that a layout covers from the first element to the last. Every
-/// tensor with an address has passed this check, so one comparison tells whether it lies in its buffer.
+/// tensor with an address has passed this check. So comparing the range with the buffer is enough to check that the
+/// tensor lies in the buffer.
 ///
 /// Returns `None` if no tensor can have this layout, because
 /// - its elements are not whole bytes,
@@ -229,7 +230,7 @@ impl<'a> Args<'a> {
     /// Returns the elements of a contiguous input.
     ///
     /// # Panics
-    /// Panics on a bug in the kernel: if the type is wrong, if the input is not contiguous (see `Op::reads_strides`),
+    /// Panics if the kernel has a bug: if the type is wrong, if the input is not contiguous (see `Op::reads_strides`),
     /// or if an output overwrites the input (see [`Self::is_overwritten`]).
     pub fn input<T: Element>(&self, index: usize) -> &'a [T] {
         let (data, layout) = self.strided(index);
@@ -255,8 +256,8 @@ impl<'a> Args<'a> {
         (slice, layout)
     }
 
-    /// Returns the first byte and the element count of a tensor as the kernel sees it: those of its f32 copy if it
-    /// has one.
+    /// Returns the address of the first byte and the element count of a tensor or, if the tensor has an f32 copy, of
+    /// that copy.
     ///
     /// # Safety
     /// The operand must belong to this instruction.
@@ -267,7 +268,7 @@ impl<'a> Args<'a> {
             None => (start, elements),
             Some(widened) => {
                 let elements = if operand.dynamic.is_some() { elements } else { span(&widened.layout) };
-                // In bounds of the arena by `new`'s contract.
+                // The address is in bounds of the arena by `new`'s contract.
                 (self.base.wrapping_add(widened.offset as usize), elements)
             }
         }
@@ -347,8 +348,9 @@ impl<'a> Args<'a> {
         self.outputs[index].layout.dims()
     }
 
-    /// Returns an output, every element of which the kernel must write. If the output overwrites an input or
-    /// accumulates, it holds the old values. If not, its contents are arbitrary.
+    /// Returns an output, every element of which the kernel must write. If the output overwrites an input, it holds the
+    /// values of that input. If the output accumulates, it holds the values to add to. In all other cases, its contents
+    /// are arbitrary.
     ///
     /// # Panics
     /// Panics on a bug in the kernel: if the type is wrong, or if the output was already taken.
@@ -394,8 +396,8 @@ impl<'a> Args<'a> {
         unsafe { Scratch::new(self.base, self.workspace) }
     }
 
-    /// True if the kernel must add to the output instead of overwriting it. This is only the case for outputs that
-    /// `Op::accumulates` names.
+    /// True if the kernel must add to the output instead of overwriting it. Only outputs that `Op::accumulates` names
+    /// can be added to.
     pub fn accumulate(&self, index: usize) -> bool {
         self.accumulate >> index & 1 == 1
     }

@@ -27,8 +27,8 @@ pub fn arch() -> pulp::Arch {
 macro_rules! vectorize {
     ($body:expr) => {{
         // Moving a capture makes the closure `FnOnce`. A closure that is not `FnOnce` is called through a shim, which
-        // need not be inlined. The shim's code would be compiled for the baseline instruction set, with a call of
-        // `fmaf` for each multiply-add.
+        // need not be inlined. The shim is compiled for the baseline instruction set, where each multiply-add is a call
+        // of `fmaf`.
         let once = $crate::cpu::CalledOnce;
         $crate::cpu::arch().dispatch(
             #[inline(always)]
@@ -147,8 +147,8 @@ fn in_tiles<T: Float, const N: usize>(
     });
 }
 
-/// Returns `len` elements of a tensor from (`row`, `column`) on: a part of the tensor's storage if they are
-/// contiguous there, or else a copy.
+/// Returns `len` elements of a tensor from (`row`, `column`) on. If these elements are contiguous, returns a part of
+/// the tensor's storage; otherwise returns a copy of them.
 fn side_by_side<'t, T: Copy>(
     data: &'t [T],
     layout: &Layout,
@@ -199,7 +199,7 @@ mod tests {
 
     use super::*;
 
-    /// Rows that are narrower and wider than a tile, in tasks that may end in the middle of a row.
+    /// Covers rows that are narrower and wider than a tile, in tasks that may end in the middle of a row.
     #[test]
     fn pieces_have_what_their_layouts_show() {
         for dims in [vec![], vec![1], vec![0, 3], vec![TILE], vec![3, 2 * TILE + 9], vec![5000, 7], vec![40, 3, 600]] {

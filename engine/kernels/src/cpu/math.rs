@@ -1,9 +1,9 @@
 //! Elementary functions on `f32` that vectorize.
 //!
 //! Each function is branch-free straight-line code marked `#[inline(always)]`. A loop over it becomes vector code
-//! inside `pulp::Arch::dispatch`, or inside a `#[target_feature]` function with FMA. The results have the same bits
-//! on every instruction set, because every multiply-add is fused. Without FMA hardware, this is done in software and
-//! is slow.
+//! inside `pulp::Arch::dispatch`, or inside a `#[target_feature]` function with FMA. The results have the same bits on
+//! every instruction set, because every multiply-add is fused. On a machine without FMA hardware, multiply-adds are
+//! fused in software, which is slow.
 //!
 //! NaN passes through all of these functions, so that a non-finite loss is not hidden.
 
@@ -22,7 +22,7 @@ pub fn exp(x: f32) -> f32 {
     /// ln 2 − [`LN_2`].
     const LN_2_REST: f32 = -1.904_654_3e-9;
 
-    // These are comparisons, because `f32::min` and `f32::max` would replace a NaN.
+    // The limits are applied by comparisons, because `f32::min` and `f32::max` would replace a NaN.
     let x = if x > 89.0 { 89.0 } else { x };
     let x = if x < -104.0 { -104.0 } else { x };
 
@@ -51,8 +51,8 @@ fn power_of_two(n: i32) -> f32 {
 
 /// Returns tanh x within 2 ulp.
 ///
-/// Above 0.625 the formula is 1 − 2 / (e²ˣ + 1). Below, this formula would cancel, so an odd polynomial with a
-/// relative error of 1.6e-8 is used.
+/// Above 0.625 the formula is 1 − 2 / (e²ˣ + 1). Up to 0.625 this formula would lose digits by cancellation, so an odd
+/// polynomial with a relative error of 1.6e-8 is used.
 #[inline(always)]
 pub fn tanh(x: f32) -> f32 {
     let magnitude = x.abs();

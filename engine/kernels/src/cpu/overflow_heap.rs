@@ -1,5 +1,5 @@
-//! Memory outside of the arena, for dynamic buffers that find no room in the arena. The arena grows after such a
-//! step.
+//! Memory outside of the arena, for dynamic buffers that find no room in the arena. After a step that uses such memory,
+//! the arena grows.
 //!
 //! In: refused requests. Out: one block per request, at offsets beyond the arena's end. Never: an allocation in a
 //! step whose buffers all find room in the arena.
@@ -75,7 +75,7 @@ impl OverflowHeap {
         Some(range.start)
     }
 
-    /// Frees a request's block. Returns whether there was one.
+    /// Frees a request's block. Returns true if the request had a block.
     pub fn release(&mut self, request: u32) -> bool {
         let found = self.blocks.iter().position(|block| block.request == request);
         if let Some(block) = found.map(|index| self.blocks.swap_remove(index)) {
@@ -128,7 +128,7 @@ mod tests {
             // An offset that is not a block's start is not found.
             assert!(heap.find(start).is_some() && heap.find(start + 64).is_none() && heap.find(0).is_none());
             if has_memory {
-                // SAFETY: the block has that many bytes, and this is its only slice.
+                // SAFETY: the block has as many bytes as the slice, which is the only slice of this block.
                 unsafe { std::slice::from_raw_parts_mut(heap.find(start + 320).unwrap(), 100) }.fill(1);
             }
         }

@@ -1,9 +1,9 @@
 //! The multiply-add rates that one core reaches in registers alone, and the choice of how products of two bf16
 //! factors are computed.
 //!
-//! `vdpbf16ps` multiplies twice as many elements as an f32 multiply-add, but some processors start it at half the
-//! rate or less. For example, an Intel Xeon with AVX-512-BF16 reached 100 GFLOP/s per core with it, and 196 with f32.
-//! So both are timed once per process, for about 100 µs each, and products use the faster one.
+//! `vdpbf16ps` multiplies twice as many elements as an f32 multiply-add, but some processors start it at half the rate
+//! or less. For example, an Intel Xeon with AVX-512-BF16 reached 100 GFLOP/s per core with `vdpbf16ps`, but 196 GFLOP/s
+//! with f32. So both methods are timed once per process, for about 100 µs each, and products use the faster one.
 
 use std::hint::black_box;
 use std::sync::OnceLock;
@@ -102,7 +102,7 @@ pub fn has_amx() -> bool {
 
 /// Independent accumulators: enough to hide the latency of two multiply-adds per cycle.
 const SUMS: usize = 16;
-/// Iterations of one measurement, and number of measurements, of which the fastest counts.
+/// Iterations of one measurement, and the number of measurements. Only the fastest measurement counts.
 const TURNS: usize = 2000;
 const ROUNDS: usize = 8;
 

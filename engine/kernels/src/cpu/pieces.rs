@@ -1,7 +1,7 @@
 //! Slices that are cut into pieces, each of which is the argument of a task.
 //!
-//! The interface is similar to rayon's parallel iterators over chunks. Rayon compiles its code for splitting and
-//! waiting again for each chain of adapters and each closure. Here only the task itself is generic, and one loop,
+//! The interface is similar to rayon's parallel iterators over chunks. With rayon, the code for splitting and waiting
+//! is compiled anew for each chain of adapters and each closure. Here only the task itself is generic, and one loop,
 //! [`tasks::spread`], distributes the tasks of all kernels.
 
 use std::marker::PhantomData;
@@ -90,8 +90,8 @@ impl<'a, T: Sync> Pieces for Shared<'a, T> {
     }
 }
 
-/// Pieces of a slice that may be absent. If it is absent, each task gets `None`, and the slices it is zipped with
-/// determine the number of tasks.
+/// Pieces of a slice that may be absent. If the slice is absent, each task gets `None`, and the slices with which it is
+/// zipped determine the number of tasks.
 impl<P: Pieces> Pieces for Option<P> {
     type Piece = Option<P::Piece>;
 

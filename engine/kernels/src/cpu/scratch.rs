@@ -1,8 +1,9 @@
 //! The temporary memory of a kernel, as several pieces that need not be adjacent.
 //!
-//! An operation declares the size of each piece (`Op::workspace`), and each piece is a buffer of the plan. Small
-//! pieces fit between the tensors of a small step. One large buffer would need room above all tensors. In: the
-//! pieces' planned places. Out: slices and addresses. Never: a heap allocation while a kernel runs.
+//! An operation declares the size of each piece (`Op::workspace`), and each piece is a buffer of the plan. Small pieces
+//! fit between the tensors of a small step. One large buffer would need room above all tensors.
+//!
+//! In: the pieces' planned places. Out: slices and addresses. Never: a heap allocation while a kernel runs.
 
 use std::marker::PhantomData;
 
@@ -46,16 +47,16 @@ impl<'a> Scratch<'a> {
     pub fn take<T: Element>(&mut self) -> &'a mut [T] {
         let (first, rest) = self.pieces.split_first().expect("more pieces are taken than `Op::workspace` asks for");
         self.pieces = rest;
-        // SAFETY: by `new`'s contract, the piece exists and is aligned for every `Element`, and all elements are
-        // plain data. The piece is removed from the list, so it is only returned once.
+        // SAFETY: by `new`'s contract, the piece exists and is aligned for every `Element`, and all elements are plain
+        // data. The piece is removed from the list, so no piece is returned twice.
         unsafe {
             let start = self.base.add(first.offset as usize).cast();
             std::slice::from_raw_parts_mut(start, first.bytes as usize / size_of::<T>())
         }
     }
 
-    /// Finds the first piece that is too small, and returns its needed and its actual size in floats. The actual size
-    /// is 0 if the piece does not exist. Returns `None` if all pieces are large enough.
+    /// Returns the needed size and the actual size, in floats, of the first piece that is too small. If the piece does
+    /// not exist, the actual size is 0. Returns `None` if all pieces are large enough.
     pub(super) fn too_short(&self, needed_bytes: impl Iterator<Item = u64>) -> Option<(usize, usize)> {
         let floats = |bytes: u64| bytes as usize / size_of::<f32>();
         let given = self.pieces.iter().map(|piece| piece.bytes).chain(std::iter::repeat(0));

@@ -299,8 +299,8 @@ unsafe fn transpose_8(from: *const f32, from_row: usize, mut to: impl FnMut(usiz
     }
 }
 
-/// [`Vector::transpose`] for 16 × 16. It works like the one for 8 × 8, with quarters of four rows next to each other.
-/// Masked loads put the quarters there, which needs no shuffles.
+/// [`Vector::transpose`] for 16 × 16. It works like [`Vector::transpose`] for 8 × 8, but with quarters of four rows
+/// next to each other. Masked loads put the quarters there without shuffles.
 #[cfg(target_arch = "x86_64")]
 #[inline(always)]
 unsafe fn transpose_16(from: *const f32, from_row: usize, mut to: impl FnMut(usize, __m512)) {

@@ -1,8 +1,8 @@
 //! Runs the instructions of a program, one after another.
 //!
 //! In: a compiled program, and the resources it uses: the arena, the communicators, the dynamic buffers, the offload
-//! file. Never: a decision other than where dynamic buffers are placed and whether they are evicted. All others were
-//! made at compile time.
+//! file. Never: a decision, except where dynamic buffers are placed and whether they are evicted. The compiler has made
+//! all other decisions.
 
 use std::io;
 use std::ops::Range;
@@ -128,7 +128,7 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Casts or applies a vote if the instruction is one, and records the row count if the instruction computes one.
+    /// Casts or applies a vote if the instruction does so. Records the row count if the instruction computes one.
     fn apply_vote_and_count(&mut self, instruction: &Instruction) {
         let (base, routed) = (self.base, &mut *self.context.routed);
         match instruction.kind {
@@ -239,8 +239,8 @@ unsafe fn elements<'a, T: Element>(operand: &Address, base: ArenaBase, places: P
     }
 }
 
-/// Fills bytes with NaN. They must not belong to a live buffer: either the checked plan says so, or a dynamic buffer
-/// was released.
+/// Fills bytes with NaN. The bytes must not belong to a live buffer. This holds if the checked plan says that they are
+/// dead, or if their dynamic buffer was released.
 fn fill_with_nan(range: Range<u64>, base: ArenaBase, bytes: u64) {
     debug_assert!(range.end <= bytes);
     let elements = ((range.end - range.start) / 4) as usize;

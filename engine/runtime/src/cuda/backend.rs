@@ -30,12 +30,12 @@ pub struct CudaBackend {
     recordings: Vec<Vec<Part<Recording>>>,
 }
 
-/// Bytes reserved before the arena for the key of a step's random numbers. A recording cannot change and the key
-/// changes at every step, so kernels read the key from device memory.
+/// Bytes reserved before the arena for the key of a step's random numbers. The key changes at every step, while a
+/// recording cannot change. So kernels read the key from device memory.
 const KEY_BYTES: u64 = ALIGNMENT;
 
-/// Returns the bytes of the tickets, which lie after the key. The blocks of a kernel take tickets to find out which
-/// of them is the last to finish. Launches run one after another, so they share the tickets, whose number is the
+/// Returns the bytes of the tickets, which lie after the key. The blocks of a kernel take tickets to find out which of
+/// them is the last to finish. Launches run one after another, so they share the tickets. The number of tickets is the
 /// maximum over the launches.
 fn tickets(launches: &[Launch]) -> u64 {
     let of = |launch: &Launch| match launch {
@@ -53,8 +53,8 @@ impl Session<CudaBackend> {
     /// [connected](Self::connect).
     ///
     /// # Errors
-    /// Returns [`Error::NoDeviceKernels`](crate::Error::NoDeviceKernels) if an instruction has no GPU kernels or if
-    /// the programs were lowered for the CPU. Nothing has then been reserved. Returns
+    /// Returns [`Error::NoDeviceKernels`](crate::Error::NoDeviceKernels) if an instruction has no GPU kernels or if the
+    /// programs were lowered for the CPU. In these cases, nothing has been reserved. Returns
     /// [`Error::Device`](crate::Error::Device) if the device fails.
     pub fn on_cuda(
         executable: Executable,
@@ -93,8 +93,8 @@ impl Session<CudaBackend> {
         self.backend.runner.device.name()
     }
 
-    /// Returns all launches of an executable's programs, with addresses as if its arena began at 0. They name the
-    /// kernels that must be compiled for the executable.
+    /// Returns all launches of an executable's programs, with addresses as if its arena began at 0. These launches name
+    /// all kernels that must be compiled for the executable.
     ///
     /// # Errors
     /// Returns [`Error::NoDeviceKernels`](crate::Error::NoDeviceKernels) under the same conditions as

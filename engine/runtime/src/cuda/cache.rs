@@ -42,7 +42,8 @@ impl Cache {
         Self::new(folder.join("kernels"))
     }
 
-    /// Returns a family's machine code. If the cache does not contain it, it is compiled and cached.
+    /// Returns a family's machine code. If the cache does not contain the code, the family is compiled and the code is
+    /// cached.
     ///
     /// # Errors
     /// Returns the errors of [`Nvrtc::compile`]. If the folder cannot be written to, a warning is logged and the next
@@ -55,7 +56,7 @@ impl Cache {
     /// Compiles a family even if it is cached, caches the code, and returns the resources that its kernels use.
     ///
     /// # Errors
-    /// The same as [`Self::load`].
+    /// Returns an error in the same cases as [`Self::load`].
     pub fn fill(
         &self,
         nvrtc: &Nvrtc,
@@ -69,7 +70,7 @@ impl Cache {
 
     /// Returns the measured algorithm choices for a device, which `device` identifies (card, driver version, library
     /// version). Each entry maps a product's form to the index of the fastest of the algorithms that the library
-    /// proposes. Without an entry for the device, the map is empty.
+    /// proposes. If there is no entry for the device, the map is empty.
     pub(super) fn choices(&self, device: &[String]) -> BTreeMap<String, usize> {
         let text = read(&self.choices_path(device)).and_then(|bytes| String::from_utf8(bytes).ok()).unwrap_or_default();
         let choice =

@@ -36,7 +36,7 @@ struct Choice {
 /// Maximum number of algorithms that the library is asked to propose.
 const ANSWERS: usize = 8;
 
-/// Everything that the choice of an algorithm depends on: a product without its addresses.
+/// The form of a product: all properties on which the choice of an algorithm depends. The addresses are not part of it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct Form {
     extents: [u64; 3],
@@ -62,7 +62,8 @@ pub(super) enum Algorithm {
     Known,
     /// An algorithm has just been chosen.
     New,
-    /// The library has no algorithm. Each form is only asked about once; `is_new` is true if this call was the one.
+    /// The library has no algorithm for products of this form. The library is only asked once per form; `is_new` is
+    /// true if this call has asked it.
     None { why: DeviceError, is_new: bool },
 }
 
@@ -206,7 +207,8 @@ impl CublasLt {
         }
     }
 
-    /// Returns how many algorithms the library has proposed for a product; 0 if the product writes nothing.
+    /// Returns the number of algorithms that the library has proposed for a product, or 0 if the product writes
+    /// nothing.
     pub(super) fn answers(&self, product: &Product) -> usize {
         self.chosen.get(&Form::of(product)).map_or(0, |choice| choice.answers.len())
     }
@@ -308,8 +310,8 @@ impl Drop for CublasLt {
     }
 }
 
-/// Returns the library's algorithms for a product, most promising first. There is at least one, or the library's
-/// error.
+/// Returns the library's algorithms for a product, most promising first. Returns the library's error if there is no
+/// algorithm.
 ///
 /// # Safety
 /// The handle and the descriptors must have been created by the library, and not been destroyed.
@@ -345,7 +347,8 @@ fn failed(device: &str, call: &str, error: &result::CublasError) -> DeviceError 
     }
 }
 
-/// True if the product writes nothing. (If k is 0 it should write zeros, but no operation has such a product.)
+/// True if the product writes nothing. A product whose k is 0 counts too. It should write zeros, but no operation has
+/// such a product.
 fn is_nothing(product: &Product) -> bool {
     product.m == 0 || product.n == 0 || product.k == 0 || product.batch.count == 0
 }

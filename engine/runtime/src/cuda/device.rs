@@ -1,4 +1,4 @@
-//! The interface of a GPU: everything that running a step needs.
+//! The interface of a GPU: all operations that running a step needs.
 
 use std::fmt::{self, Debug};
 use std::time::{Duration, Instant};
@@ -21,8 +21,8 @@ pub trait Device: Debug + Send {
         Features::default()
     }
 
-    /// Reserves device memory and returns its address, a multiple of 256. Can be called once; the memory can be
-    /// can add memory later.
+    /// Reserves device memory and returns its address, a multiple of 256. This can be called once.
+    /// [`extend`](Self::extend) can add memory later.
     ///
     /// # Errors
     /// Returns an error if the device has too little memory.
@@ -31,7 +31,7 @@ pub trait Device: Debug + Send {
     /// Extends the reserved memory to at least `bytes` in total. The memory's address and contents stay the same.
     ///
     /// # Errors
-    /// The same as [`Self::reserve`].
+    /// Returns an error in the same cases as [`Self::reserve`].
     fn extend(&mut self, bytes: u64) -> Result<(), DeviceError>;
 
     /// Copies bytes to the device, after all work that was started before.
@@ -55,16 +55,16 @@ pub trait Device: Debug + Send {
     /// contains the launch's name, as returned by `describe`.
     fn record(&mut self, launches: Vec<Launch>, describe: Describe<'_>) -> Result<Recording, DeviceError>;
 
-    /// Runs the launches of one operation once, and waits until they are done.
+    /// Runs the launches of one operation once, and waits until all of them are done.
     ///
     /// # Errors
-    /// The same as [`Self::record`].
+    /// Returns an error in the same cases as [`Self::record`].
     fn run(&mut self, launches: &[Launch], describe: Describe<'_>) -> Result<(), DeviceError>;
 
     /// Runs launches once, one after another, and returns the time of each. `describe` names them by index.
     ///
     /// # Errors
-    /// The same as [`Self::record`].
+    /// Returns an error in the same cases as [`Self::record`].
     fn time(&mut self, launches: &[&Launch], describe: Describe<'_>) -> Result<Vec<Duration>, DeviceError> {
         time_from_here(self, launches, describe)
     }
@@ -148,8 +148,8 @@ pub struct DeviceMemory {
     pub in_use: u64,
     /// Bytes of the arena, in whole pages.
     pub arena: u64,
-    /// Other bytes for which the cause is known, in order: those in use before the trainer, and those that libraries
-    /// and code took during set-up.
+    /// Other bytes in use whose cause is known: for each cause, its name and bytes. First come the bytes in use before
+    /// the trainer was created, then those that libraries and code took during set-up.
     pub beside: Vec<(&'static str, u64)>,
 }
 
@@ -159,7 +159,7 @@ impl DeviceMemory {
     pub const PAGE: u64 = 2 << 20;
 
     /// Returns the bytes in use that no known allocation explains, limited to one page per entry of `beside`, because
-    /// entries may share pages. Negative if less is in use than the known allocations add up to.
+    /// entries may share pages. Negative if fewer bytes are in use than the sum of the known allocations.
     pub fn rounding(&self) -> i64 {
         let most = (self.beside.len() as u64 * Self::PAGE) as i64;
         self.difference().clamp(-most, most)
@@ -237,7 +237,7 @@ impl DeviceError {
         }
     }
 
-    /// Adds to the error which operation the launch belonged to.
+    /// Adds the name of the launch's operation to the error.
     pub(super) fn during(self, what_for: &str) -> Self {
         Self::During { what_for: what_for.into(), source: Box::new(self) }
     }

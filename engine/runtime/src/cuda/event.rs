@@ -7,8 +7,8 @@ use cudarc::driver::{result, sys};
 use super::device::DeviceError;
 use super::named::Named;
 
-/// The first driver version that can return the time between two events. With older ones, which lack the function,
-/// cudarc panics.
+/// The first driver version that can return the time between two events. Older drivers lack the function, and cudarc
+/// panics.
 pub(super) const FIRST_VERSION: i32 = 12_080;
 
 /// An event of the driver. It belongs to the context that was current when it was created.

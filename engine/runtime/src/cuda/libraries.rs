@@ -15,8 +15,8 @@ pub(super) fn in_packages(name: &str) -> Vec<PathBuf> {
     folders.iter().map(|folder| folder.join(name)).filter(|path| path.is_file()).collect()
 }
 
-/// Loads the first of these libraries that a Python package contains, and keeps it loaded. A later load by the same
-/// name then returns it. Returns false if no package contains any.
+/// Loads the first of these libraries that a Python package contains, and keeps it loaded, so that a later load by the
+/// same name returns this library. Returns false if no package contains any of them.
 pub(super) fn keep_from_packages(names: &[&str]) -> bool {
     names.iter().flat_map(|name| in_packages(name)).any(|path| keep(&path).is_ok())
 }
@@ -102,7 +102,7 @@ fn has_prefix(name: &OsStr, prefix: &str) -> bool {
     name.to_string_lossy().starts_with(prefix)
 }
 
-/// Returns the entries of a folder, sorted. Returns none if the folder cannot be read.
+/// Returns the entries of a folder, sorted. If the folder cannot be read, returns no entries.
 fn below(folder: &Path) -> impl Iterator<Item = PathBuf> + use<> {
     let mut entries: Vec<PathBuf> =
         std::fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path()).collect();

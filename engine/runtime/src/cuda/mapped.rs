@@ -52,7 +52,7 @@ impl Mapped {
     /// Maps more memory after the current end, so that at least `bytes` are mapped in total.
     ///
     /// # Errors
-    /// The same as [`Self::new`].
+    /// Returns an error in the same cases as [`Self::new`].
     pub fn extend(&mut self, name: &str, bytes: u64) -> Result<(), DeviceError> {
         let Some(lacking) = (bytes as usize).checked_sub(self.bytes).filter(|&lacking| lacking > 0) else {
             return Ok(());

@@ -1,7 +1,7 @@
-//! Direct exchange of tensors between the devices of several ranks, if all of them support it.
+//! Direct exchange of tensors between the devices of several ranks, if all of these devices support it.
 //!
 //! - In: a host communicator.
-//! - Out: a device communicator of the same ranks, or none; the reason is then logged.
+//! - Out: a device communicator of the same ranks. If there is none, the reason is logged.
 //! - Never: a device communicator on some ranks and none on others.
 
 use std::collections::HashSet;

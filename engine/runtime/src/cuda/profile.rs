@@ -19,8 +19,7 @@ pub struct LaunchWork {
     pub name: String,
     /// True for a matrix product.
     pub is_product: bool,
-    /// True for kernels, and for products whose extents and pitches along contiguous dimensions are all multiples of
-    /// 8 elements.
+    /// True if this is not a product, or if the product is aligned ([`Product::is_aligned`]).
     pub is_aligned: bool,
     /// Floating-point operations.
     pub flops: u64,
@@ -69,8 +68,8 @@ impl Deref for Timed {
 }
 
 impl Work {
-    /// Returns the work of instructions that are launched together, named after the first of them. Returns `None` if
-    /// none of them computes.
+    /// Returns the work of instructions that are launched together, named after the first of them. Returns `None` if no
+    /// instruction computes.
     fn of(instructions: &[Instruction], launches: &[Launch]) -> Option<Self> {
         let operations = instructions.iter().filter_map(|instruction| match &instruction.kind {
             InstrKind::Compute(op) => Some((op, instruction)),
@@ -95,8 +94,8 @@ impl Work {
     }
 }
 
-/// Returns the work of each launch of an instruction. `flops` and `bytes` are the totals of the instruction. `again`
-/// is the number of bytes that its kernels move in addition to reading and writing the operands once.
+/// Returns the work of each launch of an instruction. `flops` and `bytes` are the totals of the instruction. `again` is
+/// the number of bytes that the instruction's kernels move in addition to reading and writing the operands once.
 fn each(launches: &[Launch], flops: u64, bytes: u64, again: u64) -> Vec<LaunchWork> {
     let products = || {
         launches.iter().filter_map(|launch| if let Launch::Product(product) = launch { Some(product) } else { None })
@@ -123,8 +122,8 @@ fn each(launches: &[Launch], flops: u64, bytes: u64, again: u64) -> Vec<LaunchWo
     launches.iter().map(each).collect()
 }
 
-/// Groups the launches of a part by instruction; the part ends before the instruction `end`. An instruction that is
-/// launched together with an earlier one belongs to the earlier one's group.
+/// Groups the launches of a part by instruction. The part ends before the instruction `end`. An instruction that is
+/// launched together with an earlier instruction belongs to the group of that instruction.
 fn by_instruction(launches: Launches, end: usize) -> Vec<(Range<usize>, Vec<Launch>)> {
     let mut groups: Vec<(Range<usize>, Vec<Launch>)> = Vec::new();
     for (of, launch) in launches {

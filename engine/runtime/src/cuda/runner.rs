@@ -99,7 +99,7 @@ impl Run<'_> {
     /// Waits for all work on the device.
     fn finish(&mut self) -> Result<()> {
         let settled = self.settle();
-        // The driver reports the failure of a kernel at a later call, which is this one.
+        // The driver reports the failure of a kernel at a later call. This call is the one that finds it.
         self.device.wait().map_err(|error| self.at_once(error))?;
         settled
     }
@@ -136,7 +136,7 @@ impl Run<'_> {
     }
 
     /// Returns the error for an instruction whose buffers find no room. The instructions before `begun` have run. If
-    /// one of them had an output that is not finite, the error reports this one instead.
+    /// one of these instructions has an output that is not finite, the error reports that instruction instead.
     fn refused(&mut self, refusal: Refusal, instruction: &Instruction, begun: usize) -> Error {
         if let Err(error) = self.settle() {
             return error;
@@ -183,7 +183,7 @@ impl Run<'_> {
     }
 }
 
-/// True if all elements of a tensor are finite. Also true if the tensor has no float type.
+/// True if all elements of a tensor are finite, or if the tensor does not have a float type.
 pub(super) fn is_finite(device: &dyn Device, located: Located<'_>, address: &Address) -> Result<bool> {
     let (at, len) = located.of(address);
     if !address.dtype.is_float() || len == 0 {

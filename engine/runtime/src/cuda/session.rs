@@ -41,7 +41,7 @@ impl Session {
     /// instruction. Updates that are launched together have one entry. Returns `None` on the CPU.
     ///
     /// # Errors
-    /// The same as [`Self::run`].
+    /// Returns an error in the same cases as [`Self::run`].
     pub fn profile(&mut self, id: ProgramId, options: RunOptions) -> Result<Option<Vec<Timed>>> {
         self.on_gpu_mut().map(|(executable, gpu)| gpu.profile(executable, id, options)).transpose()
     }

@@ -2,8 +2,8 @@
 //! through host memory.
 //!
 //! - In: instructions that send, receive, sum and gather.
-//! - Out: requests to the communicators. If these go through the host, each operand has a copy in host memory, at a
-//!   planned place, from the start of its request to the wait.
+//! - Out: requests to the communicators. If a request goes through the host, each of its operands has a copy in host
+//!   memory, at a planned place, from the start of the request to the wait.
 //! - Never: host memory that was not planned before the first step.
 
 use gapless_alloc::{Buffer, Options, Problem};
@@ -52,7 +52,7 @@ struct Lent {
     output: Option<Operand>,
     /// True if the request also reads the output.
     reads_output: bool,
-    /// Row offsets per rank, for the sent rows and for the received ones. They are always copied to host memory,
+    /// Row offsets per rank, for the sent rows and for the received rows. The offsets are always copied to host memory,
     /// because the host reads them.
     starts: [Option<Operand>; 2],
     /// Bytes of a row.
@@ -106,7 +106,8 @@ impl Lent {
     }
 }
 
-/// Returns the request that an instruction starts, and the one that it waits for.
+/// Returns the request that an instruction starts, and the request that it waits for; `None` if there is no such
+/// request.
 fn requests(work: &InstrKind) -> [Option<usize>; 2] {
     match *work {
         InstrKind::Send(message) | InstrKind::Receive(message) => [Some(message.request), None],
@@ -180,7 +181,7 @@ fn failed(instruction: impl Into<String>, source: CommunicatorError) -> Error {
 }
 
 impl Exchanging<'_> {
-    /// Ends the run. If it failed, sends the reason to the other ranks.
+    /// Ends the run. If the run failed, sends the reason to the other ranks.
     pub fn end<T>(self, ended: Result<T>) -> Result<T> {
         if let Err(error) = &ended {
             self.guard.transfers.abort(&error.to_string());
@@ -189,8 +190,9 @@ impl Exchanging<'_> {
         ended
     }
 
-    /// Waits for all messages that the device waits for. The host calls this before it waits for the device. If a
-    /// rank has failed, this call returns an error, while the device would wait forever.
+    /// Waits for all messages that the device waits for. The host calls this before it waits for the device. If a rank
+    /// has failed, this call returns an error. Without the call, the host would wait forever for the device, which
+    /// waits for that rank.
     ///
     /// # Errors
     /// Returns [`Error::Communicator`] if another rank fails.

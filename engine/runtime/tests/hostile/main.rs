@@ -1,5 +1,5 @@
-//! Operations that describe themselves wrongly. Whatever an operation claims, there are two allowed outcomes: the
-//! graph or the program refuses it, or the compiled step is sound.
+//! Operations that describe themselves wrongly. Whatever an operation claims, there are two allowed outcomes. Either
+//! the operation is refused by the graph or the program, or the compiled step is sound.
 //!
 //! The operation's kernel checks for soundness: every output and piece of scratch must keep its own bytes while all
 //! others are written. `.ci/sanitizers` runs the same tests under the address sanitizer, which also detects accesses
@@ -44,10 +44,10 @@ enum Outcome {
 
 const DIMS: (usize, usize) = (8, 4);
 
-/// Builds and runs a graph. It begins with a parameter and a copy of it. The operations follow. It ends with a copy
-/// of the last output, which the host reads. The inputs of each operation are the parameter's copy, the row offsets,
-/// and all outputs of the operations that the graph has accepted before. Operations answer the same before and after
-/// they are recorded.
+/// Builds and runs a graph. It begins with a parameter and a copy of it. The operations follow. The graph ends with a
+/// copy of the last output, which the host reads. The inputs of each operation are the parameter's copy, the row
+/// offsets, and all outputs of the operations that the graph has accepted before. Operations answer the same before and
+/// after they are recorded.
 fn outcome(dtype: DType, operations: &[Answers], reserve: Reserve, micro_batches: u32) -> Outcome {
     let operations: Vec<_> = operations.iter().map(|answers| [answers.clone(), answers.clone()]).collect();
     changing(dtype, &operations, reserve, micro_batches)
@@ -258,8 +258,8 @@ fn rows_that_are_counted_again_stay_as_many() {
     assert_eq!(run_program(program, Reserve::Balanced { factor: 1.0 }), Outcome::Ran);
 }
 
-/// The f32 copies of bf16 operands are part of the planned scratch, but a kernel must not be able to use them as its
-/// own.
+/// The f32 copies of bf16 operands are part of the planned scratch, but a kernel must not be able to use these copies
+/// as its own scratch.
 #[test]
 fn scratch_is_no_more_than_was_asked_for() {
     for dtype in [DType::F32, DType::BF16] {

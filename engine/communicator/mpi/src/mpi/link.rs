@@ -1,5 +1,5 @@
-//! The connection between the MPI thread and the threads that compute. Commands go to the MPI thread, and outcomes come
-//! back.
+//! The connection between the MPI thread and the threads that compute. Commands go to the MPI thread, which sends back
+//! the outcomes.
 
 use std::collections::VecDeque;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
@@ -9,7 +9,7 @@ use gapless_communicator::{Awaited, CommunicatorError};
 
 use super::thread::Command;
 
-/// The time in which MPI must end the job. After that, the process ends itself.
+/// The time in which MPI must end the job. If the job still runs after this time, the process ends itself.
 const PATIENCE: Duration = Duration::from_secs(5);
 
 #[derive(Default)]
@@ -92,7 +92,7 @@ impl Link {
         self.lock().handles += 1;
     }
 
-    /// Closes a group's communicator. Returns true if it was the process's last one.
+    /// Closes a group's communicator. Returns true if this was the process's last communicator.
     ///
     /// Ends all processes if the communicator has operations in progress, because the other ranks would wait for this
     /// rank.
@@ -140,8 +140,8 @@ impl Link {
         }
     }
 
-    /// Moves new commands to `into`. If `nothing_to_do`, waits until there is one; otherwise waits for at most `rest`.
-    /// Called by the MPI thread.
+    /// Moves new commands to `into`. If `nothing_to_do`, waits until there is a command; otherwise waits for at most
+    /// `rest`. Called by the MPI thread.
     pub(super) fn take(&self, into: &mut Vec<Command>, nothing_to_do: bool, rest: Option<Duration>) {
         let mut inner = self.lock();
         while nothing_to_do && inner.commands.is_empty() {

@@ -12,7 +12,8 @@
 //! - a communicator dropped with operations in progress
 //! - an orderly exit while another rank still waits for this rank
 //!
-//! So a wait returns only one error: that the request is unknown. If a rank is killed, `mpirun` ends the others.
+//! So the only error that a wait can return is that the request is unknown. If a rank is killed, `mpirun` ends the
+//! others.
 
 mod link;
 mod operation;
@@ -60,7 +61,7 @@ struct Shared {
 
 impl Mpi {
     /// Starts MPI and returns the world. From then on, a panic on any thread ends all processes. When the last
-    /// communicator is dropped, the process leaves MPI, for which MPI waits for the other ranks.
+    /// communicator is dropped, the process leaves MPI. The process then waits until all other ranks leave MPI too.
     ///
     /// # Errors
     /// Returns an error if MPI was started before, or if variables of another launcher (`RANK`, …) give this process
@@ -76,8 +77,8 @@ impl Mpi {
         };
         let Started { rank, size, largest_tag } =
             place.recv().map_err(|_| CommunicatorError::Thread("it ended while MPI was starting".into()))??;
-        // It is an error if variables in the environment contradict MPI. In this case the process ends without leaving
-        // MPI, which ends the job. Leaving would wait for the other ranks.
+        // It is an error if variables in the environment contradict MPI. The process then ends without leaving MPI,
+        // because leaving would wait for the other ranks. The launcher ends the job when a process ends in this way.
         if let Some(found) = World::discover()? {
             found.agree_with_mpi(rank, size)?;
         }

@@ -42,7 +42,7 @@ pub(super) fn largest_tag(comm: Comm) -> Result<u64> {
         let (tag_ub, value) = (ffi::MPI_TAG_UB as c_int, (&raw mut value).cast());
         checked("MPI_Comm_get_attr", ffi::MPI_Comm_get_attr(comm, tag_ub, value, &mut set))?;
     }
-    // SAFETY: as above. If MPI gives no value, the standard guarantees at least 32767.
+    // SAFETY: as above. If MPI gives no value, tags up to 32767 are allowed, which the standard guarantees.
     Ok(if set != 0 && !value.is_null() { unsafe { *value as u64 } } else { 32_767 })
 }
 
@@ -107,9 +107,9 @@ pub(super) unsafe fn irecv(comm: Comm, bytes: *mut u8, len: usize, from: usize, 
 /// The state of a request.
 pub(super) enum Outcome {
     UnderWay,
-    /// Ended, with the number of bytes received (meaningless for a send).
+    /// The request has ended. The value is the number of bytes received; for a send, it has no meaning.
     Ended(usize),
-    /// More bytes arrived than expected. The value is their number as far as MPI reports it.
+    /// More bytes arrived than expected. The value is the number of bytes that arrived, as far as MPI reports it.
     Truncated(usize),
 }
 

@@ -1,5 +1,5 @@
-//! Shutdown notices. A rank that leaves properly notifies all others, so that a rank that still waits for it notices
-//! that the wait is in vain.
+//! Shutdown notices. A rank that leaves properly notifies all others. If another rank still waits for this rank, the
+//! notice shows that the wait is in vain.
 
 use std::time::{Duration, Instant};
 
@@ -11,7 +11,7 @@ use super::raw::{self, Outcome};
 pub(super) struct ShutdownNotices {
     comm: raw::Comm,
     rank: usize,
-    /// The notice of each rank. This rank's own is never awaited.
+    /// The notice of each rank. This rank's own notice is never awaited.
     others: Vec<ShutdownNotice>,
     said: Vec<raw::Request>,
 }
@@ -23,7 +23,7 @@ enum ShutdownNotice {
 }
 
 impl ShutdownNotices {
-    /// Starts to receive the notices of all ranks, on a communicator that is used for nothing else.
+    /// Starts to receive the notices of all ranks. `comm` must only be used for these notices.
     pub(super) fn new(comm: raw::Comm, rank: usize, size: usize) -> Result<Self> {
         let others = (0..size).map(|other| match other == rank {
             true => Ok(ShutdownNotice::Own),

@@ -55,8 +55,8 @@ const INTERVAL: Duration = Duration::from_micros(50);
 /// The time for which messages of a rank that has left may still be in transit.
 const GRACE: Duration = Duration::from_secs(2);
 
-/// Runs the MPI thread. Any failure in this thread ends all processes, because MPI may still access lent memory, which
-/// can then not be returned.
+/// Runs the MPI thread. Any failure in this thread ends all processes, because MPI may still access lent memory, so the
+/// memory cannot be returned to its owner.
 pub(super) fn run(link: &Link, started: &Sender<Result<Started>>) {
     let ((world, mut farewells, place), universe) = match begin() {
         Ok(begun) => begun,

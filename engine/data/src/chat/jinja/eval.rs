@@ -153,7 +153,7 @@ impl Renderer<'_> {
         Ok(Given { positional, named })
     }
 
-    /// Calls a macro, with `caller` as the value of its variable of this name.
+    /// Calls a macro. In the macro, the variable `caller` has the given value.
     pub fn call_with(&self, call: &Expr, scope: &Rc<Scope>, caller: Option<Value>) -> Outcome<Value> {
         let Expr::Call(target, arguments) = call else { return fault("expected a call") };
         let callee = self.value(target, scope)?;

@@ -92,7 +92,8 @@ impl Parser {
         }
     }
 
-    /// Takes an operator of a level, if it comes next. On the first two levels, operators are words.
+    /// Takes an operator of a level. Returns `None` if the next token is not such an operator. On the first two levels,
+    /// `or` and `and`, the result is `Some(None)`, because they are not values of [`Operator`].
     fn operator(&mut self, level: usize) -> Option<Option<Operator>> {
         let signs: &[(&str, Operator)] = match level {
             0 => return self.take_word("or").then_some(None),

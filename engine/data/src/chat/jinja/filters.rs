@@ -10,7 +10,7 @@ use super::strings::{capitalized, count_of, lines, optional_text, padded, replac
 use super::value::Value;
 use super::{access, ast, format, json, sequences};
 
-/// Names of Jinja's filters. The last ones are not supported.
+/// Names of Jinja's filters. The last names in the list are those of unsupported filters.
 const FILTERS: [&str; 54] = [
     "abs",
     "attr",
@@ -121,8 +121,8 @@ fn text(renderer: &Renderer<'_>, name: &str, value: Value, given: Given) -> Outc
         other => (str_of(limits, other)?.into(), false),
     };
     limits.scan(&text)?;
-    // Most results are about as long as the text, which is charged here. Filters that lengthen the text charge for the
-    // difference.
+    // The length of the text is charged here, because most results are about as long as the text. Filters that lengthen
+    // the text charge for the difference.
     limits.grow(text.len())?;
     let same_kind = |text: String| Ok(Value::Str(text.into(), is_safe));
     match name {

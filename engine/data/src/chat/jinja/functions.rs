@@ -74,7 +74,7 @@ pub(super) fn call(renderer: &Renderer<'_>, name: &str, given: Given) -> Outcome
             let [format] = given.require(name, ["format"])?;
             let format = text_of(&format, name)?;
             // Limiting the length of the format bounds the length of the date. A width within the format would break
-            // this bound, so it is refused.
+            // this bound, so a format with a width is refused.
             if format.len() > 256 || has_width(&format) {
                 return fault("the format of strftime_now is longer than 256 bytes or has a width");
             }

@@ -2,18 +2,18 @@
 //!
 //! Costs are charged in advance: for every evaluated expression, every element that a filter visits, and every byte of
 //! a value. So even a short template cannot exceed the limits. Bytes are counted for all values ever created, including
-//! those already freed, which is a simple upper bound on the memory in use.
+//! freed ones. The count is an upper bound on the memory in use.
 
 use std::cell::Cell;
 
-/// Steps that a rendering may take. More are allowed for each byte of its input. A conversation of a hundred turns
-/// takes about ten thousand steps.
+/// Steps that a rendering may take. Further steps are allowed for each byte of its input. A conversation of a hundred
+/// turns takes about ten thousand steps.
 const STEPS: u64 = 4_000_000;
 
 /// Additional steps for each byte of the input.
 const STEPS_PER_INPUT: u64 = 2;
 
-/// Bytes of values that a rendering may create. More are allowed for each byte of its input.
+/// Bytes of values that a rendering may create. Further bytes are allowed for each byte of its input.
 const BYTES: usize = 64 << 20;
 
 /// Additional bytes of values for each byte of the input. Templates that collect the conversation in a string copy that
@@ -100,7 +100,7 @@ impl Limits {
         }
     }
 
-    /// Calls `run` one level deeper. It is an error if that is too deep.
+    /// Calls `run` one level deeper. Returns an error if this level exceeds [`DEPTH`].
     pub fn deeper<T>(&self, run: impl FnOnce() -> Outcome<T>) -> Outcome<T> {
         let depth = self.depth.get();
         if depth >= DEPTH {

@@ -1,10 +1,10 @@
 //! Jinja templates, rendered as transformers does.
 //!
-//! In: the source of a template, and its variables as JSON. Out: its text, and the parts of it within
-//! `{% generation %}` blocks. The text equals, character for character, that of Jinja 3.1's
-//! `ImmutableSandboxedEnvironment` with `trim_blocks`, `lstrip_blocks`, loop controls and transformers' own functions.
-//! Values are printed, compared and formatted as in Python. Never: a rendering beyond the [limits](limits::Limits) of
-//! work, memory and depth, or a different text because of an unsupported feature; that is an error.
+//! In: the source of a template, and its variables as JSON. Out: its text, and the parts of it within `{% generation
+//! %}` blocks. The text equals, character for character, that of Jinja 3.1's `ImmutableSandboxedEnvironment` with
+//! `trim_blocks`, `lstrip_blocks`, loop controls and transformers' own functions. Values are printed, compared and
+//! formatted as in Python. Never: a rendering beyond the [limits](limits::Limits) of work, memory and depth, or a
+//! different text because of an unsupported feature. An unsupported feature is an error.
 //!
 //! | file | what |
 //! |---|---|
@@ -90,7 +90,7 @@ impl Template {
     /// Parses a template's source.
     ///
     /// # Errors
-    /// Returns the reason, with its line, if Jinja would reject the template.
+    /// If Jinja would reject the template, returns the reason with the line number.
     pub fn parse(source: &str) -> Result<Self, String> {
         if source.len() > LONGEST {
             return Err(format!("the template has {} bytes; at most {LONGEST} are read", source.len()));

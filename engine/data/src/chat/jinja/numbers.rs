@@ -52,7 +52,7 @@ fn general(value: f64, digits: usize, alternate: bool, keeps_digit: bool) -> Str
         Some((_, exponent)) => exponent.parse().expect("an exponent is a number"),
         None => 0,
     };
-    // If one digit after the point is kept, scientific notation begins at an exponent one lower.
+    // If one digit after the point is kept, scientific notation begins at an exponent that is lower by one.
     let most = digits as i32 - i32::from(keeps_digit);
     let is_fixed = (-4..most).contains(&exponent);
     let text = match is_fixed {

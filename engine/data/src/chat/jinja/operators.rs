@@ -239,7 +239,8 @@ fn order_of_numbers(a: &Value, b: &Value) -> Option<Ordering> {
     }
 }
 
-/// Returns the order of two values, or `None` if one of them is NaN. Values that Python cannot order are an error.
+/// Returns the order of two values, or `None` if one of them is NaN. Returns an error if Python cannot order the
+/// values.
 pub(super) fn compare(limits: &Limits, a: &Value, b: &Value, sign: &str) -> Outcome<Option<Ordering>> {
     limits.step(1)?;
     match (a.defined()?, b.defined()?) {

@@ -23,9 +23,9 @@ pub(crate) struct Renderer<'a> {
     /// The captured texts of the filter and set blocks in progress.
     captured: RefCell<Vec<Value>>,
     answers: RefCell<Vec<Answer>>,
-    /// Scopes that may refer to themselves. They are cleared at the end, so that they are freed.
+    /// Scopes that may refer to themselves. They are cleared at the end of the rendering, so that they are freed.
     scopes: RefCell<Vec<Rc<Scope>>>,
-    /// Namespaces that may refer to themselves. They are cleared at the end, so that they are freed.
+    /// Namespaces that may refer to themselves. They are cleared at the end of the rendering, so that they are freed.
     namespaces: RefCell<Vec<Rc<Namespace>>>,
 }
 
@@ -57,7 +57,7 @@ impl<'a> Renderer<'a> {
         }
     }
 
-    /// Renders a template. Returns its text and the answers in it.
+    /// Renders a template. Returns the text, and the answers within the text.
     pub fn run(&self, body: &Body, variables: Vec<(Arc<str>, Value)>) -> Outcome<(String, Vec<Answer>)> {
         let scope = Rc::new(Scope::default());
         variables.into_iter().for_each(|(name, value)| scope.set(&name, value));

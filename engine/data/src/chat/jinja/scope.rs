@@ -141,7 +141,7 @@ impl Loop {
         self.state.borrow().length
     }
 
-    /// Fetches the next item that passes the loop's condition; `None` at the end.
+    /// Fetches the next item that passes the loop's condition, or `None` after the last item.
     fn pull(&self, renderer: &Renderer<'_>) -> Outcome<Option<Value>> {
         loop {
             renderer.limits.step(1)?;
@@ -159,7 +159,7 @@ impl Loop {
         }
     }
 
-    /// Moves on to the next item and returns it; `None` at the end.
+    /// Moves on to the next item and returns the item, or `None` after the last item.
     pub fn advance(&self, renderer: &Renderer<'_>) -> Outcome<Option<Value>> {
         let after = self.state.borrow_mut().after.take();
         let item = match after {

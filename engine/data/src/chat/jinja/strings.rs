@@ -70,8 +70,8 @@ pub(super) fn is_space(letter: char) -> bool {
 pub(super) fn call(renderer: &Renderer<'_>, text: &Arc<str>, method: &str, given: Given) -> Outcome<Value> {
     let limits = renderer.limits;
     limits.scan(text)?;
-    // Most results are about as long as the string, which is charged here. Methods that lengthen the string charge for
-    // the difference.
+    // The length of the string is charged here, because most results are about as long as the string. Methods that
+    // lengthen the string charge for the difference.
     limits.grow(text.len())?;
     let of_letters = |test: fn(char) -> bool| Ok(Value::Bool(!text.is_empty() && text.chars().all(test)));
     Ok(match method {
@@ -405,8 +405,8 @@ pub(super) fn padded(renderer: &Renderer<'_>, text: &str, method: &str, width: i
     Ok(out.text)
 }
 
-/// Returns the part of a string between two character positions, and the number of characters before it. Returns `None`
-/// if the start is after the end of the string.
+/// Returns the part of a string between two character positions, and the number of characters before this part. Returns
+/// `None` if the start is after the end of the string.
 fn part(text: &str, start: Option<Value>, end: Option<Value>) -> Outcome<Option<(usize, &str)>> {
     if start.is_none() && end.is_none() {
         return Ok(Some((0, text)));

@@ -23,7 +23,7 @@ use crate::cpu::tasks::{for_each, slot};
 /// Number of queries of a tile. Two tiles and their packed operands fit a level-2 cache of 1 MiB.
 const TILE_QUERIES: usize = 96;
 
-/// Returns the rows of scratch for a tile, in whole panels. There are no more than the number of queries requires.
+/// Returns the number of rows of scratch for a tile: whole panels, but no more panels than the queries require.
 fn tile_rows(job: &Attention) -> usize {
     TILE_QUERIES.min(job.queries.next_multiple_of(PANEL_ROWS))
 }
@@ -41,7 +41,7 @@ unsafe impl<T> Send for Backward<T> {}
 unsafe impl<T> Sync for Backward<T> {}
 
 /// # Safety
-/// The same as for [`Attention::backward_raw`].
+/// The requirements of [`Attention::backward_raw`] apply.
 pub(super) unsafe fn run<T: Factor>(
     job: &Attention,
     instructions: &Instructions,
@@ -290,8 +290,8 @@ impl<T: Factor> Task<'_, T> {
         }
     }
 
-    /// `to` += tileᵀ · `packed`, for the rows of `keys`. If a query does not see the first key of a panel, it sees
-    /// none of the panel's keys and is skipped.
+    /// `to` += tileᵀ · `packed`, for the rows of `keys`. A query that does not see the first key of a panel sees none
+    /// of the panel's keys. For that panel, the query is skipped.
     unsafe fn add_transposed(
         &self,
         tile: *const f32,

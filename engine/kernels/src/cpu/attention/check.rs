@@ -38,7 +38,7 @@ pub enum AttentionError {
         /// The scale.
         scale: f32,
     },
-    /// A slice is shorter than the tensor that it is passed for.
+    /// A slice is too short for its tensor.
     #[error("{operand} needs {needed} elements, its slice has {given}; give all of the tensor, or correct its strides")]
     TooShort {
         /// Name of the tensor, or "scratch" for one of its pieces.
@@ -73,8 +73,8 @@ impl Attention {
         Ok(starts.as_ptr())
     }
 
-    /// Returns the element count of a tensor with one element per query and head. On overflow it saturates, so that
-    /// the length check fails.
+    /// Returns the element count of a tensor with one element per query and head. If the count overflows, it saturates,
+    /// so that the length check fails.
     pub(super) fn per_query_len(&self, heads: usize) -> usize {
         self.batch.saturating_mul(heads).saturating_mul(self.queries)
     }

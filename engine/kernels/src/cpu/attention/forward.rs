@@ -28,9 +28,9 @@ unsafe impl<T> Send for Forward<T> {}
 // SAFETY: as above.
 unsafe impl<T> Sync for Forward<T> {}
 
-/// Returns the number of queries per task: all queries of a head, or fewer if there are so few heads that threads
-/// would be idle. It is a multiple of `panels`. So a row is always in the same panel, and its result has the same
-/// bits.
+/// Returns the number of queries per task: all queries of a head, or fewer if there are so few heads that threads would
+/// be idle. The number is a multiple of `panels`. So each row is always at the same place in a panel, and its result
+/// always has the same bits.
 pub(super) fn queries_per_task(job: &Attention, panels: usize) -> usize {
     let heads = job.batch * job.kv_heads;
     let wanted = (4 * rayon::current_num_threads()).div_ceil(heads.max(1));
@@ -39,7 +39,7 @@ pub(super) fn queries_per_task(job: &Attention, panels: usize) -> usize {
 }
 
 /// # Safety
-/// The same as for [`Attention::forward_raw`].
+/// The requirements of [`Attention::forward_raw`] apply.
 pub(super) unsafe fn run<T: Factor>(
     job: &Attention,
     instructions: &Instructions,
@@ -98,7 +98,7 @@ struct Block {
 
 impl<T: Factor> Task<'_, T> {
     /// # Safety
-    /// The same as for [`Attention::forward_raw`]; `scratch` must be this thread's [`parts`].
+    /// The requirements of [`Attention::forward_raw`]; `scratch` must be this thread's [`parts`] apply.
     unsafe fn run(&self, queries: Range<usize>, scratch: [*mut f32; 5]) {
         let &Self { job, operands, batch, kv_head, .. } = self;
         let [k, v, query_panel, scores, running] = scratch;
@@ -313,11 +313,11 @@ impl Instructions {
         }
     }
 
-    /// Rounds rows of A, the left factor of a product, to pairs of bf16: the first `columns` of each row. `to` may
-    /// equal `from`.
+    /// Rounds the first `columns` elements of each row to pairs of bf16. The rows are those of A, the left factor of a
+    /// product. `to` may equal `from`.
     ///
     /// # Safety
-    /// Both panels must have that many rows of [`ROW_STRIDE`].
+    /// `from` and `to` must have `rows` rows, which are [`ROW_STRIDE`] floats apart.
     pub(super) unsafe fn round_rows(&self, from: *const f32, rows: usize, columns: usize, to: *mut f32) {
         for row in (0..rows).map(|row| row * ROW_STRIDE) {
             // SAFETY: by this function's contract.

@@ -326,7 +326,7 @@ impl Attention {
     /// Like [`Attention::backward`], with addresses instead of slices, for operands in one arena.
     ///
     /// # Safety
-    /// The same as for [`Attention::forward_raw`], with [`Attention::backward_scratch`].
+    /// The requirements of [`Attention::forward_raw`], with [`Attention::backward_scratch`] apply.
     pub unsafe fn backward_raw<T: Factor>(&self, operands: Backward<T>, scratch: &mut Scratch<'_>) {
         // SAFETY: by this function's contract.
         unsafe { backward::run(self, &Instructions::of::<T>(Level::best()), operands, scratch) }
@@ -358,7 +358,7 @@ impl Attention {
     /// Returns the smallest index of a key that any of these queries sees.
     ///
     /// # Safety
-    /// The same as for [`Self::first_key`].
+    /// The requirements of [`Self::first_key`] apply.
     unsafe fn first_key_of(&self, starts: *const u32, batch: usize, queries: Range<usize>) -> usize {
         if starts.is_null() {
             // SAFETY: with null `starts`, no start is read.

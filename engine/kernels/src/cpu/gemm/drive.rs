@@ -25,8 +25,8 @@ pub(super) struct Operands<'s, A, B> {
     pub epilogue: RawEpilogue,
     pub scratch: &'s Scratch<'s>,
     pub packing: Packing,
-    /// Additional positions in k at which the order of summation restarts, in ascending order. They are relative to
-    /// the first entry.
+    /// Additional positions in k at which the order of summation restarts, in ascending order. The positions are
+    /// relative to the first entry.
     pub restarts: &'s [u32],
 }
 
@@ -70,7 +70,7 @@ impl<A, B> Operands<'_, A, B> {
 /// # Safety
 /// - As far as the shape and strides reach, A, B, bias and residual must be readable, and C and its rounded form
 ///   writable.
-/// - An operand must not overlap another one. It must not overlap itself beyond what [`Gemm::run`] allows.
+/// - Different operands must not overlap. An operand must not overlap itself beyond what [`Gemm::run`] allows.
 /// - During the call, no other code may write an operand.
 /// - The scratch must have the pieces of `operands.packing`, which must have been created for this product.
 /// - `operands.cuts` must be empty.
@@ -90,8 +90,8 @@ pub(super) unsafe fn run<A: Factor, B: Factor>(job: &Gemm, kernels: &Kernels, op
 }
 
 impl<A, B> Operands<'_, A, B> {
-    /// Returns the k blocks that begin in `range`, in order. Each comes with the number of packed lines before it. If
-    /// k is 0, there is one empty block, so that C is written.
+    /// Returns the k blocks that begin in `range`, in order. Each block comes with the number of packed lines before
+    /// it. If k is 0, there is one empty block, so that C is written.
     fn blocks(
         &self,
         job: &Gemm,
@@ -206,7 +206,7 @@ pub(super) struct Group<'s> {
     pub b: usize,
     /// Distance in elements from the first element of C to the first of this product's C.
     pub c: usize,
-    /// This product's [`Operands::cuts`]. If they are given and the call does not accumulate, C is first set to zero,
+    /// This product's [`Operands::cuts`]. If cuts are given and the call does not accumulate, C is first set to zero,
     /// even if k is 0.
     pub cuts: Option<&'s [u32]>,
 }
@@ -215,8 +215,8 @@ pub(super) struct Group<'s> {
 /// there are at least about `wanted` tasks.
 ///
 /// # Safety
-/// The contract of [`run`] must hold for each of `count` groups. The packing and its scratch must have been created
-/// for the largest of them. The groups' C must not overlap.
+/// The contract of [`run`] must hold for each of `count` groups. The packing and its scratch must have been created for
+/// the largest group. The groups' C must not overlap.
 pub(super) unsafe fn run_groups<'s, A: Factor, B: Factor>(
     most: &Gemm,
     kernels: &Kernels,
@@ -229,7 +229,7 @@ pub(super) unsafe fn run_groups<'s, A: Factor, B: Factor>(
     if row_tiles == 0 || most.n == 0 {
         return;
     }
-    // If there are few matrices, tiles are narrower, so that all threads have work.
+    // If there are few matrices, they are cut into narrower tiles, so that all threads have work.
     let wanted = wanted.div_ceil(count * row_tiles).max(most.n.div_ceil(BLOCK_COLUMNS));
     let tile_columns = most.n.div_ceil(wanted).next_multiple_of(kernels.columns).min(BLOCK_COLUMNS);
     let column_tiles = most.n.div_ceil(tile_columns);
@@ -270,7 +270,7 @@ pub(super) unsafe fn run_groups<'s, A: Factor, B: Factor>(
 /// Computes a tile of C on one thread, which packs its own operands.
 ///
 /// # Safety
-/// The tile must belong to the caller alone. Apart from this, as for [`run_groups`].
+/// The tile must belong to the caller alone. The requirements of [`run_groups`] apply too.
 unsafe fn tile_privately<A: Factor, B: Factor>(
     job: &Gemm,
     kernels: &Kernels,

@@ -61,8 +61,8 @@ pub(super) unsafe fn finish<V: Vector, const ROWS: usize, const VECTORS: usize>(
     let RawEpilogue { bias, residual, rounded } = tile.epilogue;
     // SAFETY: by this function's contract.
     unsafe {
-        // Each addition has a short loop of its own. The compiler would not unroll one loop with a longer body, and
-        // would then keep the sums in memory.
+        // Each addition has a short loop of its own, which the compiler unrolls. It would not unroll a single loop with
+        // all additions, and would then keep the sums in memory.
         if tile.accumulate {
             for row in 0..ROWS {
                 let c = tile.c.add(row * tile.c_row);

@@ -121,8 +121,8 @@ impl Gemm {
         Ok(())
     }
 
-    /// Checks that each slice is long enough for its operand, for all rows and the given numbers of matrices in B and
-    /// in C. The scratch must suffice for `most`.
+    /// Checks that each slice is long enough for all rows and for the given numbers of matrices in B and in C. Also
+    /// checks that the scratch suffices for `most`.
     fn check_grouped<A, B>(
         &self,
         most: &Self,

@@ -71,7 +71,7 @@ pub trait Factor: Float {
     /// Packs rows of A.
     ///
     /// # Safety
-    /// `source` must have that many rows and columns. `to` must have parts for all rows, and `k` and `rows` must fit
+    /// `source` must have `rows` rows and `k` columns. `to` must have parts for all rows, and `k` and `rows` must fit
     /// the strides of the layout.
     unsafe fn pack_rows(
         kernels: &Kernels,
@@ -85,7 +85,7 @@ pub trait Factor: Float {
     /// Packs a panel of B.
     ///
     /// # Safety
-    /// The same as for [`Kernels::pack_panel`].
+    /// The requirements of [`Kernels::pack_panel`] apply.
     unsafe fn pack_panel(kernels: &Kernels, source: &pack::Source<Self>, k: usize, columns: usize, to: *mut f32);
 
     /// Returns the factors if they are f32, or `None` if they are bf16.
@@ -143,7 +143,7 @@ impl Factor for bf16 {
 
 /// A product of a few rows of A by columns of B, with both read in place. Both must be contiguous along k.
 pub struct InPlace {
-    /// The operands. A and B point to the first k of the k block. There are at most as many columns as a vector has
+    /// The operands. A and B point to the first k of the k block. The tile has at most as many columns as a vector has
     /// lanes.
     pub tile: Tile,
     /// Distance between rows of A.
@@ -236,7 +236,7 @@ impl Kernels {
     /// micro-kernel has.
     ///
     /// # Safety
-    /// The same as for [`Kernels::panel`].
+    /// The requirements of [`Kernels::panel`] apply.
     #[inline]
     pub unsafe fn in_place(&self, rows: usize, job: &InPlace) {
         // SAFETY: by this function's contract.
@@ -313,7 +313,7 @@ unsafe fn micro<V: Vector, const ROWS: usize, const A_ROW: usize, const A_K: usi
 }
 
 /// Computes a few rows of C by columns of B that are read in place, with the order of summation of [`micro`]. When a
-/// token is decoded, each weight is read only once, so packing the weight would take longer than using it.
+/// token is decoded, each weight is read only once, so packing a weight would take longer than multiplying by it.
 #[inline(always)]
 #[expect(clippy::needless_range_loop, reason = "indexing by a constant range unrolls into registers")]
 unsafe fn in_place<V: Vector, const ROWS: usize>(job: &InPlace) {
@@ -414,8 +414,8 @@ macro_rules! level {
     };
 }
 
-// Accumulators take 24 of 32 registers for AVX-512, 12 of 16 for AVX2, and 24 of 32 for NEON. For the portable level
-// they take 12, of an unknown number.
+// The numbers of rows are chosen by registers. Accumulators take 24 of 32 registers for AVX-512, 12 of 16 for AVX2, and
+// 24 of 32 for NEON. The portable level does not know its number of registers, and its accumulators take 12.
 #[cfg(target_arch = "x86_64")]
 level!(avx512, __m512, [1 2 3 4 5 6 7 8 9 10 11 12], "avx512f,avx2,fma");
 #[cfg(target_arch = "x86_64")]

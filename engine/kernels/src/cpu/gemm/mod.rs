@@ -15,8 +15,8 @@
 //! - Tiles, threads and the instruction set do not change a bit.
 //!
 //! With pairs of bf16, an accumulator takes two products at a time, in the order of `vdpbf16ps`, which rounds after
-//! each product and treats subnormals as zeros. If a block has an odd number of k, the last one is paired with 0.
-//! Everything above holds for pairs too, except that the bits differ from those of other instruction sets.
+//! each product and treats subnormals as zeros. If a block has an odd number of k, the last one is paired with 0. The
+//! two consequences above hold for pairs too, except that the bits differ from those of other instruction sets.
 //!
 //! # How it runs
 //! The scheme is that of Goto and van de Geijn ("Anatomy of High-Performance Matrix Multiplication", 2008). First all
@@ -102,8 +102,8 @@ pub struct Gemm {
     pub b: Strides,
     /// Distance in elements between rows of C, and between rows of the residual.
     pub c_row: usize,
-    /// Length of a segment of k. The order of summation restarts at each multiple of it. `usize::MAX` means a single
-    /// segment.
+    /// Length of a segment of k. The order of summation restarts at each multiple of this length. `usize::MAX` means a
+    /// single segment.
     pub k_segment: usize,
     /// The number of products, and the distances between their operands.
     pub batch: Batch,
@@ -133,7 +133,7 @@ pub struct Epilogue<'a> {
 /// The reason why a product cannot run.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum GemmError {
-    /// A slice is shorter than the matrix that it is passed for.
+    /// A slice is too short for its matrix.
     #[error(
         "{operand} of a {m}×{n}×{k} product needs {needed} elements, its slice has {given}; \
          give all of the matrix, or correct its strides"

@@ -85,7 +85,7 @@ unsafe fn clear_behind(to: *mut f32, k: usize, columns: usize, width: usize) {
 /// hold pairs.
 ///
 /// # Safety
-/// The same as for [`panel`].
+/// The requirements of [`panel`] apply.
 #[inline(always)]
 pub(super) unsafe fn panel_bf16<V: Vector>(source: &Source<bf16>, k: usize, columns: usize, to: *mut f32) {
     if V::IS_PAIRS {
@@ -152,7 +152,7 @@ unsafe fn pairs(first: *const bf16, second: Option<*const bf16>, len: usize, to:
 /// Like [`panel`], for bf16 with two rows of B in a line.
 ///
 /// # Safety
-/// The same as for [`panel`].
+/// The requirements of [`panel`] apply.
 #[inline(always)]
 unsafe fn panel_of_pairs<V: Vector>(source: &Source<bf16>, k: usize, columns: usize, to: *mut f32) {
     let Strides { row, column } = source.strides;
@@ -203,7 +203,7 @@ unsafe fn panel_of_pairs<V: Vector>(source: &Source<bf16>, k: usize, columns: us
 /// Like [`rows`], for bf16 with two columns of A in a line.
 ///
 /// # Safety
-/// The same as for [`rows`].
+/// The requirements of [`rows`] apply.
 #[inline(always)]
 pub(super) unsafe fn rows_of_pairs(source: &Source<bf16>, rows: usize, k: usize, layout: Layout, to: &PackedA) {
     let Strides { row, column } = source.strides;
@@ -243,7 +243,7 @@ pub(super) unsafe fn rows_of_pairs(source: &Source<bf16>, rows: usize, k: usize,
 /// receives [`PART_ROWS`] rows.
 ///
 /// # Safety
-/// `source` must have that many rows and columns. `to` must have parts for all rows, and `k` and `rows` must fit the
+/// `source` must have `rows` rows and `k` columns. `to` must have parts for all rows, and `k` and `rows` must fit the
 /// strides of the layout.
 pub(super) unsafe fn rows<T: Float>(source: &Source<T>, rows: usize, k: usize, layout: Layout, to: &PackedA) {
     let Strides { row, column } = source.strides;

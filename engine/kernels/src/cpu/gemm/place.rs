@@ -6,14 +6,14 @@ use super::kernel::{COLUMN_STRIDE, Layout, ROW_STRIDE};
 use super::{Gemm, Strides};
 use crate::cpu::scratch::{PartLayout, Scratch};
 
-/// Maximum number of lines of a k block. The widest panel of that length takes 48 KiB. A model of this width computes
-/// C in one pass.
+/// Maximum number of lines of a k block. The widest panel of that length takes 48 KiB. If k is no larger, as in a model
+/// of this width, C is computed in one pass.
 pub const BLOCK_K: usize = 384;
-/// Maximum number of rows of A packed at once. They take 150 KiB, which fits a level-2 cache of 1 MiB together with
-/// [`BLOCK_COLUMNS`] columns of B.
+/// Maximum number of rows of A packed at once. These rows take 150 KiB. Together with [`BLOCK_COLUMNS`] columns of B,
+/// they fit a level-2 cache of 1 MiB.
 pub(super) const BLOCK_ROWS: usize = 96;
-/// Number of columns of B that are multiplied by one block of A before the next block of A is used. They take 384
-/// KiB.
+/// Number of columns of B that are multiplied by one block of A before the next block of A is used. These columns take
+/// 384 KiB.
 pub(super) const BLOCK_COLUMNS: usize = 256;
 /// Maximum number of columns of B that are packed together.
 pub(super) const CHUNK_COLUMNS: usize = 2048;
@@ -31,9 +31,9 @@ const FEW_ROWS: usize = 64;
 const _: () = assert!(BLOCK_K <= ROW_STRIDE && BLOCK_ROWS.is_multiple_of(PART_ROWS));
 const _: () = assert!(BLOCK_COLUMNS.is_multiple_of(PART_COLUMNS) && CHUNK_COLUMNS.is_multiple_of(PART_COLUMNS));
 
-/// The places of a product's packed operands in its scratch. They take no more than the product needs, because
-/// scratch dominates the memory of small models. They are split into parts, so that the scratch of a small model fits
-/// between the model's tensors.
+/// The places of a product's packed operands in its scratch. The places take no more bytes than the product needs,
+/// because scratch dominates the memory of small models. Each place is split into parts, so that the scratch of a small
+/// model fits between the model's tensors.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Packing {
     a: PartLayout,

@@ -8,7 +8,7 @@ use crate::cpu::ScratchMemory;
 use crate::cpu::bf16::{rounded, widened};
 use half::bf16;
 
-/// A small random number generator. A failing case can be reproduced from its seed.
+/// Returns `len` random numbers from a small generator. A failing case can be reproduced from its seed.
 pub fn random(len: usize, seed: u64) -> Vec<f32> {
     let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
     let mut next = || {

@@ -16,7 +16,7 @@ use crate::cuda::device::{Describe, DeviceError};
 use crate::cuda::function::Function;
 use crate::cuda::named::Named;
 
-/// Products of forms that have not been chosen for before, each with the index of its launch.
+/// Products of forms for which no algorithm was chosen before, each with the index of its launch.
 pub(super) type Tried = Vec<(usize, Product)>;
 
 /// Launches that replace products whose epilogues have no algorithm, by index of the replaced launch.

@@ -287,7 +287,8 @@ impl Device for Nvidia {
     fn record(&mut self, launches: Vec<Launch>, describe: Describe<'_>) -> Result<Recording, DeviceError> {
         self.enter()?;
         let before = self.in_use()?;
-        // Everything is loaded, compiled and chosen before the capture, because none of this is possible during it.
+        // Kernels are compiled and loaded, and algorithms are chosen, before the capture, because a capture forbids all
+        // of this.
         let (instead, chosen) = self.prepare(&launches, describe)?;
         self.try_out(&chosen, describe)?;
         let prepared = self.in_use()?;
@@ -300,7 +301,7 @@ impl Device for Nvidia {
         //
         // SAFETY: the capture was begun above.
         let captured = unsafe { result::stream::end_capture(self.stream.handle()) }.map(Captured);
-        // The error of a launch says more than the error of the capture that it made fail.
+        // If a launch has failed, the capture fails too. The error of the launch comes first, because it says more.
         started?;
         let captured = captured.named(&self.name, "cuStreamEndCapture")?;
         // SAFETY: the capture has ended. The executable graph does not depend on the captured one.
@@ -331,8 +332,8 @@ impl Device for Nvidia {
         self.stream.synchronize().map_err(|error| error.during(&describe(0)))
     }
 
-    /// Times launches by events on the stream. All events are recorded before the first wait. So the device never
-    /// waits for the host, as long as the kernels take longer than launching them.
+    /// Times launches by events on the stream. All events are recorded before the first wait. So the device does not
+    /// wait for the host, as long as running a kernel takes longer than launching it.
     fn time(&mut self, launches: &[&Launch], describe: Describe<'_>) -> Result<Vec<Duration>, DeviceError> {
         if self.driver < event::FIRST_VERSION {
             return time_from_here(self, launches, describe);

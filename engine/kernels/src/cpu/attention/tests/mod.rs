@@ -136,9 +136,9 @@ fn check_stored<T: Factor>(case: &Case, threads: usize) {
                 let is_equal = f64::from(got) == expected;
                 if is_equal { 0.0 } else { (f64::from(got) - expected).powi(2) }
             };
-            // Scores reach 4·head_size·scale in magnitude, and their rounding errors enter the exponent. Gradients
-            // are sums over hundreds of such probabilities. Relative to the norm, these errors stay below 2⁻²³ × 40.
-            // The dot product over a head, and the exponential, add head_size + 8 roundings per term.
+            // Scores reach 4·head_size·scale in magnitude, and their rounding errors enter the exponent. Gradients are
+            // sums over hundreds of such probabilities. Relative to the norm, these errors stay below 2⁻²³ × 40. The
+            // dot product over a head and the exponential together add head_size + 8 roundings per term.
             let of_storage = if T::IS_BF16 { 2f64.powi(-8) } else { 0.0 };
             let rounding = f64::from(f32::EPSILON) * (job.widest() + 8) as f64 + of_storage;
             let (error, bound) = (
