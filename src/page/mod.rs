@@ -1,4 +1,5 @@
-//! Self-contained HTML pages: each page contains its style, script and data, and fetches nothing else.
+//! Self-contained HTML pages: each page contains its style, script and data. Only a page that a server has sent may
+//! fetch newer data.
 //!
 //! In: the contents of a page. Out: the page, with the style and plots that all pages of this crate share. Data are
 //! escaped, so the browser never interprets them as HTML or script.

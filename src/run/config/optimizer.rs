@@ -103,7 +103,7 @@ impl OptimizerConfig {
         }
     }
 
-    /// The settings of the update that apply to any rule. `guarded` tells whether steps may be skipped.
+    /// Returns the settings of the update that apply to all rules. `guarded` is true if steps may be skipped.
     pub fn update(&self, guarded: bool) -> UpdateOptions {
         let group = |group: &GroupConfig| {
             let name = group.name.unwrap_or(self.name);
