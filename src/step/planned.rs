@@ -188,7 +188,7 @@ fn check_lowering(run: &RunConfig) -> Result<(), ConfigError> {
     }
 }
 
-/// Parses a list of ranks, or `all`. `all` is also the number of ranks.
+/// Parses a list of ranks separated by commas, or the word `all`. The parameter `all` is the number of ranks.
 fn ranks(text: &str, all: usize) -> Result<Vec<usize>, ConfigError> {
     if text == "all" {
         return Ok((0..all).collect());
