@@ -163,9 +163,10 @@ impl<F: FnMut(Progress) -> ControlFlow<()>> SweepInProgress<'_, F> {
         self.run_jobs(&groups, |evaluator, group, give| evaluator.sketch(group, give))
     }
 
-    /// Plans the configurations that can be on a front and replays them through the allocators, the fastest first, in
-    /// rounds. Only results of earlier rounds decide which configurations are skipped. So the rows depend neither on
-    /// the number of threads nor on the point at which an earlier run was stopped.
+    /// Plans the configurations that can be on a Pareto front, and replays them through the allocators. This is done in
+    /// rounds, the fastest configurations first. Only results of earlier rounds decide which configurations are
+    /// skipped. So the rows depend neither on the number of threads nor on the point at which an earlier run was
+    /// stopped.
     fn place(&mut self) -> Result<(), End> {
         let mut order: Vec<&Configuration> = self
             .sweep

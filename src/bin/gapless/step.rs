@@ -54,8 +54,8 @@ fn values(root: &Value, described: Option<&Value>) -> String {
     if words.is_empty() { String::new() } else { format!(" One of {}.", words.join(", ")) }
 }
 
-/// Finds a key of a table in a schema, following references and alternatives. Returns `None` if the schema has no such
-/// key.
+/// Finds the schema of a key in the schema `at` of a table. References and alternatives are followed. Returns `None` if
+/// the table has no such key.
 fn property<'a>(root: &'a Value, at: &'a Value, key: &str) -> Option<&'a Value> {
     if let Some(found) = at["properties"].get(key) {
         return Some(found);
@@ -136,12 +136,12 @@ impl RunArguments {
         self.assignments.iter().any(is_assigned)
     }
 
-    /// Sets a key, unless a flag or an assignment does.
+    /// Sets a key, unless a flag or an assignment already sets it.
     pub fn assign(&mut self, key: &str, value: &str) {
         self.assignments.insert(0, format!("{key}={value}"));
     }
 
-    /// Reads the run from a file, or from the flags alone.
+    /// Reads the run from a file with the flags applied. Without a file, the flags must describe the whole run.
     pub fn run(&self, file: Option<&Path>) -> anyhow::Result<RunConfig> {
         let run = RunConfig::read_without_data(file.or(self.file.as_deref()), &self.assignments)?;
         run.notices.iter().for_each(tell);
