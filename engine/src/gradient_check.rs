@@ -23,9 +23,9 @@ use crate::error::Result;
 /// whole tensors; each is the maximum over all tensors that are compared.
 #[derive(Debug, Clone, Copy)]
 pub struct GradientError {
-    /// The recorded gradient, evaluated in f64, compared with central differences of the f64 reference.
+    /// Error of the recorded gradient, evaluated in f64, against central differences of the f64 reference.
     pub finite_difference: f64,
-    /// The output and gradients of the compiled f32 program, compared with the f64 reference.
+    /// Error of the output and gradients of the compiled f32 program against the f64 reference.
     pub kernel: f64,
     /// The largest error of an element in the compiled bf16 program, as a fraction of the allowed error, so a correct
     /// operation stays below 1. Each operation is compared with its f64 reference on the same bf16 inputs. `None` if

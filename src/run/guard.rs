@@ -35,7 +35,7 @@ impl Default for GuardConfig {
 }
 
 impl GuardConfig {
-    /// True if any step can be skipped.
+    /// True if these settings allow a step to be skipped.
     pub fn is_on(&self) -> bool {
         self.norm.is_some() || self.loss.is_some()
     }

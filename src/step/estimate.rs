@@ -77,7 +77,7 @@ impl Extents {
     }
 }
 
-/// Computes both estimates for a step of a model with `parameters` parameters.
+/// Computes the estimates for a step of a model with `parameters` parameters.
 pub fn estimate(step: &Step, parameters: u64) -> Estimate {
     let extents = Extents::of(step.architecture());
     let options = &step.options;

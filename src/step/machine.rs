@@ -54,8 +54,8 @@ struct Link {
 
 impl ThisMachine {
     /// Creates the model of a machine on which `ranks` ranks compute at the same time. Each rank has `threads` threads;
-    /// 0 uses all cores. `footprint` is the size of the ranks' arenas in bytes, which decides whether an operation
-    /// finds its operands in the caches or in memory.
+    /// 0 uses all cores. `footprint` is the size of the ranks' arenas in bytes. It decides whether an operation finds
+    /// its operands in the caches or in memory.
     pub fn new(ranks: usize, threads: usize, footprint: u64) -> Self {
         Self { ranks: ranks.max(1), threads: resolve_threads(threads), footprint }
     }
@@ -132,8 +132,8 @@ impl CostModel for ThisMachine {
 /// Name of the device that [`profile`] returns.
 pub(super) const NAME: &str = "this-machine";
 
-/// Returns this machine as a device profile: its free memory, and the rates of large products and copies, which are
-/// measured on first use.
+/// Returns this machine as a device profile, with its free memory and with the rates of large products and copies.
+/// These rates are measured on first use.
 pub(super) fn profile() -> DeviceProfile {
     static PROFILE: OnceLock<DeviceProfile> = OnceLock::new();
     let measured = || {

@@ -1,10 +1,10 @@
 //! Estimates a whole step from two of its micro-batches. A sketch gives the step's time, and its *sure bytes*, which
 //! are certainly alive at the same time.
 //!
-//! In: the graph of a step. Out: the time of each action of each stage, and the bytes that the action keeps. Both are
-//! taken from programs that run two micro-batches, one after the other. A sketch is valid for all schedules that assign
-//! the same stages to the same ranks and split the same backwards. Steps with a budget have no sketch, because the
-//! sketch would require the search for their recomputation.
+//! In: the graph of a step. Out: the time of each action of each stage, and the bytes that the action keeps. Times and
+//! bytes are taken from programs that run two micro-batches, one after the other. A sketch is valid for all schedules
+//! that assign the same stages to the same ranks and split the same backwards. Steps with a budget have no sketch,
+//! because the sketch would require the search for their recomputation.
 
 use std::collections::{BTreeSet, HashMap};
 use std::convert::Infallible;
@@ -152,8 +152,7 @@ fn one_after_another(stages: &[u32], last: u32, split: bool) -> Vec<Action> {
 }
 
 impl Sketch {
-    /// Adds the actions of another sketch. One of the two sketches must have split backwards, and the other whole
-    /// backwards.
+    /// Adds the actions of another sketch. This sketch must have split backwards, and the other one whole backwards.
     fn join(&mut self, other: Self) {
         // Whole backwards have only one variant.
         self.twice.iter_mut().for_each(|twice| twice.join(other.once.clone()));

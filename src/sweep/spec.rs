@@ -53,7 +53,7 @@ pub struct SweepOptions {
     /// neither planned nor replayed.
     #[serde(skip_serializing_if = "Option::is_none", with = "gapless_engine::compile::step::text::size")]
     pub capacity: Option<u64>,
-    /// The configurations that are planned and replayed. Configurations that cannot fit the device are never planned.
+    /// Selects the configurations that are planned and replayed, among those that can fit the device.
     pub plan: PlannedConfigurations,
     /// A rank is only replayed if its live bytes are at least this fraction of the fullest rank's live bytes.
     pub fullest: f64,

@@ -180,7 +180,7 @@ fn check(rule: impl Into<Arc<dyn Optimizer>>, dims: &[usize], tolerance: f64) {
 fn kernels_are_their_references() {
     check(AdamW::default(), &[40, 300], 1e-5);
     let eight_bit = AdamW8bit { smallest: 0, ..AdamW8bit::default() };
-    // The sizes are whole blocks, a short last block, and a single element.
+    // The sizes give only whole blocks, or a short last block, or a single element.
     for dims in [&[64, 512][..], &[37, 301], &[5000], &[1]] {
         check(eight_bit, dims, 1e-5);
     }

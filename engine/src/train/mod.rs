@@ -85,7 +85,7 @@ impl SkipThresholds {
     }
 }
 
-/// A model, its optimizer and all their memory.
+/// A model and its optimizer, with all memory that they use.
 #[derive(Debug)]
 pub struct Trainer {
     session: Box<Session>,

@@ -84,7 +84,7 @@ fn digest(bytes: &[u8]) -> [u8; DIGEST] {
 /// The interval, in steps, at which ranks compare their batches, starting with the first step.
 const COMPARED_EVERY: u64 = 100;
 
-/// Compares the batches given to all ranks at some steps, without allocating memory.
+/// Compares the batches that are given to all ranks, at every 100th step and without allocating memory.
 #[derive(Debug)]
 pub(super) struct BatchCheck {
     all: Vec<u8>,
@@ -95,10 +95,11 @@ impl BatchCheck {
         Self { all: vec![0; ranks * 2 * DIGEST] }
     }
 
-    /// Checks that all ranks have the same step and batch. Steps between two comparisons are not checked.
+    /// Every 100th step, checks that all ranks have the same step number and the same batch. Does nothing at other
+    /// steps.
     ///
     /// # Errors
-    /// Returns [`TrainError::RanksDiffer`] on all ranks.
+    /// Returns [`TrainError::RanksDiffer`] on all ranks if a rank differs.
     pub fn run(&mut self, world: &mut dyn Communicator, step: u64, batch: &Batch<'_>) -> Result<()> {
         if !step.is_multiple_of(COMPARED_EVERY) {
             return Ok(());

@@ -45,8 +45,8 @@ static FLAGS: LazyLock<Vec<Flag>> = LazyLock::new(|| {
     NAMES.iter().map(flag).collect()
 });
 
-/// Returns the sentence of a key's help text that lists the allowed words, or an empty text if the key is not limited to
-/// certain words.
+/// Returns a sentence for a key's help text that lists the words that the key allows. Returns an empty text if the key
+/// also allows other values.
 fn values(root: &Value, described: Option<&Value>) -> String {
     let named = described.and_then(|it| it["$ref"].as_str()).and_then(|name| root.pointer(name.strip_prefix('#')?));
     let all = named.and_then(|it| it["oneOf"].as_array()).into_iter().flatten();

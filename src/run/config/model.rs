@@ -26,8 +26,8 @@ pub enum ModelConfig {
     Llama(LlamaConfig),
     /// A mixture of experts, trained from random weights.
     Moe(MoeConfig),
-    /// A Hugging Face folder, whose weights are fine-tuned. Its tokenizer is used unless `data` names another. A plan
-    /// reads only its config.json.
+    /// A Hugging Face folder, whose weights are fine-tuned. The tokenizer of the folder is used unless `data` names
+    /// another tokenizer. A plan reads only the config.json of the folder.
     Folder(PathBuf),
 }
 

@@ -69,7 +69,7 @@ pub enum Rule {
     GaLore,
     /// Lion: the sign of a momentum.
     Lion,
-    /// Muon: orthogonalized updates of matrices; AdamW for the rest.
+    /// Muon: orthogonalized updates of matrices; AdamW for all other parameters.
     Muon,
     /// Adafactor: factored second moments.
     Adafactor,

@@ -73,7 +73,7 @@ impl RunConfig {
     /// directory.
     ///
     /// # Errors
-    /// Returns a [`ConfigError`] with line, key and remedy.
+    /// Returns a [`ConfigError`] if a setting is invalid. The error has the line, the key and a remedy.
     pub fn read(path: &Path, assignments: &[String]) -> Result<Self, ConfigError> {
         let text = text_of(path)?;
         let config = parse(&text, path, assignments)?;
@@ -85,7 +85,7 @@ impl RunConfig {
     /// there is no file, the assignments must give all required keys.
     ///
     /// # Errors
-    /// Returns a [`ConfigError`] with line, key and remedy.
+    /// Returns a [`ConfigError`] if a setting is invalid. The error has the line, the key and a remedy.
     pub fn read_without_data(path: Option<&Path>, assignments: &[String]) -> Result<Self, ConfigError> {
         let text = path.map(text_of).transpose()?.unwrap_or_default();
         let config = parse(&text, path.unwrap_or(Path::new("the run")), assignments)?;
@@ -96,7 +96,7 @@ impl RunConfig {
     /// Parses the text of a run file. Constraints between keys are not checked.
     ///
     /// # Errors
-    /// Returns a [`ConfigError`] with line, key and remedy.
+    /// Returns a [`ConfigError`] if a setting is invalid. The error has the line, the key and a remedy.
     pub fn parse(text: &str, assignments: &[String]) -> Result<Self, ConfigError> {
         parse(text, Path::new("the run"), assignments)
     }

@@ -34,7 +34,7 @@ pub(super) struct Metrics {
 pub(super) struct Curve {
     /// The steps, as runs of (first step, distance between steps, number of steps).
     steps: Vec<(u64, u64, u64)>,
-    /// The values as little-endian `f32` in base64; NaN for values that JSON cannot express.
+    /// The values as little-endian `f32` in base64. A null in the file becomes NaN.
     values: String,
 }
 

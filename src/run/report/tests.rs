@@ -120,7 +120,7 @@ fn a_served_report_follows_its_run() {
     assert_eq!(ask("GET /data.json", "rebound.example").0, "404", "another name for this address");
 }
 
-/// A pipe is reported as an error; it is neither read nor waited for.
+/// A pipe is reported as an error. It is not read, and the report does not wait for its data.
 #[cfg(unix)]
 #[test]
 fn what_is_no_regular_file_is_not_read() {

@@ -6,7 +6,7 @@ use std::rc::Rc;
 
 use gapless_alloc::Buffer;
 
-/// Bytes per element of float32 and bfloat16.
+/// Bytes per float32 element.
 pub const F32: u64 = 4;
 pub const BF16: u64 = 2;
 /// Bytes per token id: PyTorch's int64.
