@@ -12,8 +12,8 @@ pub struct EvaluationBatch {
     pub tokens: Vec<u32>,
     /// The id that follows each token, or [`IGNORED`].
     pub targets: Vec<u32>,
-    /// For each token, the position in its sequence at which its document begins. Empty if the trainer does not
-    /// separate documents.
+    /// For each token, the position at which the token's document begins, counted from the start of the sequence. Empty
+    /// if the trainer does not separate documents.
     pub starts: Vec<u32>,
 }
 

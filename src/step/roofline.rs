@@ -179,10 +179,10 @@ mod tests {
     use crate::run::RunConfig;
     use crate::step::Step;
 
-    /// The launches of GPT-2 124M with 16 sequences of 1024 tokens, and the bytes that everything except products and
-    /// attention reads and writes, when they were first listed. The bytes are computed from a later version with 446
-    /// launches, which had 10.75 GB. The first version had 36 more copies of 16384 × 768 bf16 elements, each of which
-    /// was read and written.
+    /// The launches and bytes of GPT-2 124M with 16 sequences of 1024 tokens, when they were first listed. The bytes
+    /// are those that everything except products and attention reads and writes. They are computed from a later version
+    /// with 446 launches, which had 10.75 GB. The first version had 36 more copies of 16384 × 768 bf16 elements, each
+    /// of which was read and written.
     const AT_FIRST: (usize, u64) = (507, 10_746_000_000 + 36 * 2 * 2 * 16_384 * 768);
 
     #[test]

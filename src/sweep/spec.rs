@@ -1,4 +1,5 @@
-//! The sweep file: keys of a run, and lists of values whose product is swept.
+//! The sweep file. It has the keys of a run, and lists of values. Every combination of these values is a configuration
+//! of the sweep.
 
 use std::collections::{BTreeSet, HashMap};
 use std::path::Path;
@@ -159,7 +160,7 @@ impl Sweep {
         for skip in &file.skip {
             check_condition("skip", skip).map_err(|error| here(error, "skip"))?;
         }
-        // Each value is checked once, together with the first value of every other list.
+        // Each value is checked once, in the configuration that has the first value of every other list.
         let mut first = base.clone();
         for (name, values) in &lists {
             put(&mut first, name, &values[0]).map_err(|error| here(error, "vary"))?;
