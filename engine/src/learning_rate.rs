@@ -102,8 +102,8 @@ pub struct Schedule {
 }
 
 impl LearningRate {
-    /// A cosine schedule. The warm-up takes 20 steps, or a quarter of all steps if that is fewer. The rate then falls
-    /// to a tenth of the peak.
+    /// Returns a cosine schedule. The warm-up takes 20 steps, or a quarter of all steps if a quarter is less than 20.
+    /// The rate then falls to a tenth of the peak.
     pub fn cosine(peak: f64, steps: u64) -> Self {
         Self { peak, floor: peak / 10.0, warmup_steps: 20.min(steps / 4), steps, shape: Shape::Cosine }
     }

@@ -91,7 +91,8 @@ impl Console {
         self.errors.clone()
     }
 
-    /// Returns the exit code of the program: 128 + the number of the signal that stopped the run, or success.
+    /// Returns the exit code of the program. If a signal has stopped the run, this is 128 + the number of the signal.
+    /// Otherwise it is 0.
     ///
     /// # Errors
     /// Returns an error if some output could not be written and no signal arrived.

@@ -7,8 +7,8 @@ use std::time::Duration;
 use gapless_engine::{StepReport, Times, Trainer};
 use serde::Serialize;
 
-/// An event of a [`TrainingLoop`](super::TrainingLoop). `Display` formats it as a line of text, and serde as a row for a file
-/// ([`Console::row`](super::Console::row)).
+/// An event of a [`TrainingLoop`](super::TrainingLoop). `Display` formats an event as a line of text. Serde serializes
+/// an event as a row for a file ([`Console::row`](super::Console::row)).
 #[derive(Debug, Clone, Serialize)]
 #[serde(untagged)]
 pub enum Event {

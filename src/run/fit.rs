@@ -220,8 +220,8 @@ impl<'a> TrainingLoop<'a> {
         Ok(fitted)
     }
 
-    /// Returns the reason to end before the next step, or `None` to continue. With several ranks, a reason on one rank
-    /// ends all ranks.
+    /// Returns the reason to end before the next step, or `None` if the loop continues. With several ranks, all ranks
+    /// end if one rank has a reason.
     fn end(
         &self,
         trainer: &mut Trainer,

@@ -1,8 +1,8 @@
 //! Simulates when each action of a step happens on a device.
 //!
 //! In: the programs of all pipeline ranks, and a device. Out: the timeline of `parallel`'s simulator in nanoseconds.
-//! Messages between stages occupy the link, not the ranks. Collectives over data ranks are partly hidden by
-//! computation; the exchange of experts' rows is not.
+//! Messages between stages occupy the link, not the ranks. Computation hides a part of the collectives over data ranks,
+//! but no part of the exchange of experts' rows.
 
 use std::collections::HashMap;
 
@@ -249,7 +249,7 @@ fn bytes(program: &Program, operands: &[Operand]) -> u64 {
     operands.iter().map(bytes_of).sum()
 }
 
-/// Returns the time of a collective that is not hidden by computation, assuming ring algorithms as in NCCL's
+/// Returns the part of a collective's time that computation does not hide. Ring algorithms are assumed, as in NCCL's
 /// documentation.
 fn collective_nanoseconds(
     program: &Program,

@@ -212,7 +212,7 @@ impl<F: FnMut(Progress) -> ControlFlow<()>> SweepInProgress<'_, F> {
     }
 
     /// Runs `job` on every item, on all threads, and writes the rows that the jobs produce. Returns when all items are
-    /// done or the sweep is stopped.
+    /// done, or when the sweep is stopped.
     fn run_jobs<T: Sync>(
         &mut self,
         work: &[T],

@@ -48,10 +48,11 @@ const TABLES: [&str; 4] = ["vary", "skip", "menu", "sweep"];
 #[serde(deny_unknown_fields, default)]
 pub struct SweepOptions {
     /// Allocators through which each step is replayed, in addition to the plan. The more an allocator wastes, the more
-    /// configurations must be replayed for its front: with `bfc`, whose regions double, most configurations that fit.
+    /// configurations must be replayed for its Pareto front. For `bfc`, whose regions double in size, these are most
+    /// configurations that fit.
     pub allocators: Vec<String>,
-    /// Bytes of each rank's device; by default the memory of the profile. Configurations with more live bytes are
-    /// neither planned nor replayed.
+    /// Bytes of each rank's device. The default is the memory of the device profile. Configurations with more live
+    /// bytes are neither planned nor replayed.
     #[serde(skip_serializing_if = "Option::is_none", with = "gapless_engine::compile::step::text::size")]
     pub capacity: Option<u64>,
     /// Selects the configurations that are planned and replayed, among those that can fit the device.
@@ -122,7 +123,8 @@ impl Sweep {
     /// Reads and checks a sweep file.
     ///
     /// # Errors
-    /// Returns a [`ConfigError`] with line, key and remedy if the file cannot be read or has an invalid setting.
+    /// Returns a [`ConfigError`] if the file cannot be read or has an invalid setting. The error of a setting has the
+    /// line, the key and a remedy.
     pub fn read(path: &Path) -> Result<Self, ConfigError> {
         let text = text_of(path)?;
         Self::parse(&text).map_err(|error| match error {
@@ -327,8 +329,8 @@ fn allocators(options: &SweepOptions) -> Result<Vec<Kind>, ConfigError> {
     options.allocators.iter().map(kind).collect()
 }
 
-/// Builds all combinations of the lists' values on top of the shared keys, and drops the skipped ones. Configurations
-/// with the same graph become adjacent.
+/// Returns a configuration for each combination of the lists' values, together with the shared keys. Skipped
+/// combinations are dropped. Configurations with the same graph become adjacent.
 fn configurations(
     base: &Table,
     file: &File,

@@ -1,5 +1,5 @@
-//! Summaries over all rows of a sweep: how much each allocator wastes, and the throughput of the fastest step within
-//! each budget.
+//! Summaries over all rows of a sweep: how much memory each allocator wastes, and the throughput of the fastest step
+//! within each budget.
 //!
 //! Fragmentation is (reserved − allocated) ÷ reserved at the peak. For a plan, the arena counts as reserved and the
 //! live bytes as allocated. A plan's reduction is the fraction of the wasted bytes that it saves, as in STAlloc's paper

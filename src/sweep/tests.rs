@@ -257,8 +257,8 @@ fn a_wrong_sweep_is_refused_with_its_key_and_a_remedy() {
     check(&step(&format!("[vary]\nbatch = [1]\n{skip}")), &["skip", "20001 values of skip and menu"]);
 }
 
-/// Under every schedule, the sure bytes from two micro-batches are at most the live bytes, and the estimated time is
-/// within 1 %.
+/// Under every schedule, the sure bytes of the sketch are at most the live bytes of the compiled step. The sketch's
+/// time is within 1 % of the compiled step's time.
 #[test]
 fn a_sketch_bounds_the_step() {
     let mut checked = 0;

@@ -189,8 +189,8 @@ fn kernels_are_their_references() {
         check(galore, &dims, 1e-3);
     }
     check(Lion::default(), &[40, 300], 1e-5);
-    // Newton–Schulz iterations amplify small components of a matrix, and the rounding errors of these components, by
-    // 500. Each expert is a matrix of its own.
+    // Newton–Schulz iterations amplify small components of a matrix by a factor of 500, together with their rounding
+    // errors. In a tensor of several experts, each expert is a matrix of its own.
     for dims in [&[40, 100][..], &[100, 40], &[64, 64], &[3, 20, 30]] {
         check(Muon::default(), dims, 1e-4);
     }

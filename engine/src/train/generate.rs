@@ -216,8 +216,8 @@ impl Trainer {
     /// Runs a forward pass over the whole window. Without caches, there is only one sequence at a time.
     fn whole_windows(&mut self, whole: &mut Whole, sequences: &[Sequence]) -> Result<()> {
         let context = sequences[0].context(whole.ids.len());
-        // Attention is causal, so padding after the context does not affect the last token of the context. Exception:
-        // if experts choose tokens or drop the lightest, padding competes with them.
+        // Attention is causal, so padding after the context does not affect the last token of the context. Models whose
+        // experts choose tokens or drop tokens are an exception: there, padding competes with the context.
         whole.ids[..context.len()].copy_from_slice(context);
         whole.ids[context.len()..].fill(0);
         let logits = self.logits(&whole.ids)?.get(0)?.get(context.len() - 1)?;

@@ -100,7 +100,7 @@ impl TrainerBuilder<'_> {
         Ok(Report::of(&executable, compiled.parameters))
     }
 
-    /// Plans all ranks of the mesh. Ranks with the same stages have equal plans, so each group of them is planned
+    /// Plans all ranks of the mesh. Ranks with the same stages have equal plans, so each group of such ranks is planned
     /// once.
     ///
     /// # Errors

@@ -144,7 +144,7 @@ impl Trainer {
         &self.device
     }
 
-    /// Returns the GPU memory in use, by purpose, or `None` on the CPU.
+    /// Returns the bytes of GPU memory that are in use, by purpose. Returns `None` if the trainer runs on the CPU.
     ///
     /// # Errors
     /// Returns `RuntimeError::Device` if the driver fails.
@@ -179,7 +179,7 @@ impl Trainer {
     /// Trains one step on a batch of token ids and their targets, both [batch × sequence]. Allocates no memory.
     ///
     /// # Errors
-    /// - Returns [`TrainError::NonFinite`] if the loss or a gradient is not finite. The model is then unchanged,
+    /// - Returns [`TrainError::NonFinite`] if the loss or a gradient is not finite. This leaves the model unchanged,
     ///   unless [`MemoryOptions::release_gradients`](gapless_compile::step::MemoryOptions::release_gradients) is set.
     /// - Returns an error if an id is outside the vocabulary, or if the batch has the wrong size.
     /// - Returns [`RuntimeError::Communicator`](gapless_runtime::Error::Communicator) if another rank fails.
@@ -270,7 +270,8 @@ impl Trainer {
         self.step(&flat(tokens)?, &flat(targets)?)
     }
 
-    /// Returns the mean loss over `evaluation_batch` sequences, computed without dropout.
+    /// Returns the mean loss over a batch of `evaluation_batch` sequences. Dropout is off, and the model is not
+    /// changed.
     ///
     /// # Errors
     /// Returns the errors of [`Self::step`] except [`TrainError::NonFinite`].

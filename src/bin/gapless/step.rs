@@ -1,5 +1,5 @@
-//! The arguments that describe a run: its file, `--set`, and one flag for each common key. A flag is a short form of
-//! `--set`.
+//! The arguments that describe a run: the run file, `--set`, and one flag for each common key. Such a flag is a short
+//! form of `--set`.
 
 use std::path::{Path, PathBuf};
 use std::sync::LazyLock;

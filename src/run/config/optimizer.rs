@@ -31,7 +31,7 @@ pub struct OptimizerConfig {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub max_value: Option<f64>,
     /// The decay rate of an exponential moving average of the trained parameters in f32; 0.999 or more is usual.
-    /// `gapless sample --average` uses the average. Without this key none is kept.
+    /// `gapless sample --average` uses the average. Without this key, no average is kept.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub average: Option<f64>,
     /// Groups of parameters with their own settings. The first group that matches a parameter applies. There can be at

@@ -66,8 +66,8 @@ impl Report {
     /// Reads the folders of finished or running runs.
     ///
     /// # Errors
-    /// Returns a [`ReportError`] if a path is not the folder of a run, or a file cannot be read. A missing file is not
-    /// an error ([`RunRecord::missing`]).
+    /// Returns a [`ReportError`] if a path is not the folder of a run, or if a file cannot be read. A missing file is
+    /// not an error; [`RunRecord::missing`] lists such files.
     pub fn open(folders: &[PathBuf]) -> Result<Self, ReportError> {
         let mut report = Self { runs: names(folders).into_iter().zip(folders).map(RunRecord::new).collect() };
         report.refresh()?;
@@ -82,7 +82,7 @@ impl Report {
         &self.runs
     }
 
-    /// Reads the parts of the files that the runs have written since the last call.
+    /// Reads everything that the runs have written into their files since the last call.
     ///
     /// # Errors
     /// Returns [`ReportError::Read`] if a file cannot be read.

@@ -161,8 +161,8 @@ impl Autograd {
         }
     }
 
-    /// Computes the gradients of a node's inputs. The output gradients are freed first, then the tensors that the node
-    /// saved.
+    /// Computes the gradients of a node's inputs. Afterwards, the gradients of the node's outputs are freed first, and
+    /// then the tensors that the node saved.
     fn run(&self, node: &Node, gradients: Vec<Option<Tensor>>, again: &dyn Fn(&Checkpoint)) -> Vec<Option<Tensor>> {
         let Some(formula) = &node.formula else {
             let mut kept = node.leaf.grad.borrow_mut();

@@ -5,8 +5,8 @@
 //! | all on one rank | `transformers`' loop over experts (`MixtralSparseMoeBlock`): each expert gathers its tokens' rows and adds its results to the output in place |
 //! | shared by ranks | rows are exchanged by `all_to_all` and sorted by expert; experts run one by one; their results are sorted back and returned, put into the order of the tokens, weighted and summed |
 //!
-//! In both programs, each expert has its own parameters, and an expert that gets no row is skipped. The functions have
-//! the form that `rules` describes.
+//! In both programs, each expert has its own parameters, and an expert that gets no row is skipped. The module `rules`
+//! describes how to read the functions.
 
 use std::collections::{BTreeMap, HashSet};
 

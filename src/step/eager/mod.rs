@@ -1,7 +1,7 @@
 //! Lowers a step as an eager framework runs it: the allocations and frees that PyTorch 2 would make, in order.
 //!
-//! In: the forward of a recorded graph. Out: a table of lifetimes with one tick per allocation and per free, like the
-//! recordings of the real library. The model includes operations that run one by one, the tensors that autograd saves,
+//! In: the forward of a recorded graph. Out: a table of lifetimes with one tick per allocation and per free, as in
+//! recordings of PyTorch itself. The model includes operations that run one by one, the tensors that autograd saves,
 //! temporaries and workspaces, gradient accumulation, and frees when the last reference is dropped. No kernel runs and
 //! no value is computed.
 //!
@@ -60,8 +60,8 @@ impl Step {
         self.eager_with(graph, rank, None)
     }
 
-    /// Like [`Self::eager`], with the given number of rows for each expert. `rows` must be a pure function, because
-    /// recomputed layers call it again.
+    /// Like [`Self::eager`], but `rows` gives the number of rows of each expert. `rows` must be a pure function,
+    /// because it is called again when a layer is recomputed.
     ///
     /// # Errors
     /// Returns an [`EagerError`] if the step has a part that is not modelled.

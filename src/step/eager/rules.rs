@@ -17,8 +17,8 @@ const CUBLAS: u64 = 8_519_680;
 /// The workspace of cublasLt, which adds a bias while it stores the product (`aten/src/ATen/cuda/CUDABlas.cpp`).
 const CUBLAS_LT: u64 = 1 << 20;
 
-/// Bytes that `cub::DeviceRadixSort` takes for sorting `count` int64 values by int64 keys, without its operands, as
-/// recorded. A short array is sorted in one block.
+/// The recorded bytes of workspace that `cub::DeviceRadixSort` takes to sort `count` int64 values by int64 keys.
+/// Operands are not included. A short array is sorted in one block.
 pub fn sort_workspace(count: u64) -> u64 {
     if count > 2300 { count * 65 / 4 + 5631 } else { 1 }
 }
@@ -228,8 +228,8 @@ impl Autograd {
         self.record(&[weight]).output(weight.data.clone(), |_, g| vec![Some(g.view())])
     }
 
-    /// `addmm` with a bias, otherwise `mm`. The weight's gradient is computed before the input's in `mm`, after it in
-    /// `addmm`.
+    /// `addmm` with a bias, otherwise `mm`. In `mm`, the weight's gradient is computed before the input's gradient. In
+    /// `addmm`, it is computed after it.
     fn product(&self, flat: &Var, turned: &Var, bias: Option<&Var>) -> Var {
         let (inner, outer) = (flat.data.width, turned.data.elements / flat.data.width);
         let mut op = match bias {
