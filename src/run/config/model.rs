@@ -13,8 +13,8 @@ use serde::{Deserialize, Deserializer, Serialize};
 use super::read::with_nearest;
 
 /// The model of a run file: `[model.gpt]`, `[model.llama]` or `[model.moe]` with the sizes of a model that starts from
-/// random weights, or `model.folder`. The data determine the vocabulary size; a GPT has as many positions as a sequence
-/// has tokens. In place of a table, a string may give a preset (`"gpt2"`), a family with sizes
+/// random weights, or `model.folder`. The data determine the vocabulary size. The number of positions of a GPT is the
+/// number of tokens of a sequence. In place of a table, a string may give a preset (`"gpt2"`), a family with sizes
 /// (`"llama:layers=4,width=256"`) or a folder.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]

@@ -32,7 +32,8 @@ pub(super) struct Metrics {
 /// A curve for the page, in a compact form: 100,000 points take half a megabyte.
 #[derive(Debug, Serialize)]
 pub(super) struct Curve {
-    /// The steps, as runs of (first step, distance between steps, number of steps).
+    /// The steps, as ranges of equal distance: each has the first step, the distance between steps, and the number of
+    /// steps.
     steps: Vec<(u64, u64, u64)>,
     /// The values as little-endian `f32` in base64. A null in the file becomes NaN.
     values: String,
