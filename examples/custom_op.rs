@@ -1,7 +1,7 @@
 //! An operation of your own, with its gradient: squared ReLU (Primer, So et al., arXiv 2109.08668).
 //!
-//! An operation defines its shape rule, its gradient as more graph, its CPU kernel, and a simple f64 reference.
-//! `gradient_check` compares the gradient with finite differences, and the kernel with the reference.
+//! An operation defines its shape rule, its gradient as further operations of the graph, its CPU kernel, and a simple
+//! f64 reference. `gradient_check` compares the gradient with finite differences, and the kernel with the reference.
 
 use gapless::engine::kernels::cuda::Fusible;
 use gapless::engine::{Args, Array, Gradient, Op, Reference, Spec, gradient_check};
@@ -28,7 +28,7 @@ impl Op for SquaredRelu {
         Ok(())
     }
 
-    /// Allows the planner to put the output into the input's bytes, if nothing reads the input afterwards.
+    /// Allows the planner to place the output at the address of the input, if no later operation reads the input.
     fn inplace(&self) -> &[(usize, usize)] {
         &[(0, 0)]
     }
@@ -41,7 +41,7 @@ impl Op for SquaredRelu {
         y.iter_mut().for_each(|y| *y = y.max(0.0) * y.max(0.0));
     }
 
-    /// The formula in C, for a GPU kernel that is fused with its neighbors.
+    /// The formula in C, from which a GPU kernel is generated that fuses this operation with its neighbors.
     fn cuda_fusible(&self) -> Option<Fusible> {
         Some(Fusible::each("fmaxf($0, 0.0f) * fmaxf($0, 0.0f)"))
     }

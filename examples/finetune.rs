@@ -1,5 +1,6 @@
 //! Fine-tunes pretrained weights on a text. Reads a Hugging Face folder and writes a folder of the same form. With
-//! `--lora`, it writes an adapter in PEFT's format instead; with `--merge`, also the merged model.
+//! `--lora`, only an adapter is trained, and the folder has the adapter in PEFT's format. With `--merge` as well, the
+//! merged model is also written.
 //!
 //! `cargo run --release --example finetune -- SmolLM-135M my.txt SmolLM-135M-mine`
 //! `cargo run --release --example finetune -- SmolLM-135M my.txt my-adapter --lora 16 --merge SmolLM-135M-merged`

@@ -1,5 +1,6 @@
-//! Trains a model in four stages, one rank each, all in this process. Prints every schedule's timeline, its bubble, the
-//! bytes of each rank, and the losses, which are the same for all schedules.
+//! Trains a model on several pipeline ranks, which are threads of this process, under every schedule. Prints each
+//! schedule's timeline, its bubble, the bytes of each rank, and the losses. The losses of all schedules are the same,
+//! up to rounding.
 //!
 //! To run the same code with several processes, use the MPI communicator in place of `on_threads`.
 
@@ -27,7 +28,7 @@ struct Args {
     width: usize,
 }
 
-/// The results of a rank.
+/// The results of a rank's steps.
 struct RankReport {
     losses: Vec<f32>,
     arena_bytes: u64,
@@ -88,7 +89,8 @@ fn main() -> Result<()> {
         let furthest = losses.iter().zip(&alone.losses).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
         match furthest {
             0.0 => println!("  losses: the same bits as one rank alone\n"),
-            // The backwards take the micro-batches in reverse order, so gradients are summed in another order.
+            // This schedule's backwards take the micro-batches in reverse order. So gradients are summed in another
+            // order than on one rank.
             _ => println!("  losses: within {furthest:.1e} of one rank alone (another order of summation)\n"),
         }
         ensure!(furthest < 1e-4, "{name}: {losses:?} instead of {:?}", alone.losses);
@@ -96,7 +98,7 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-/// Does some steps on all ranks of the mesh.
+/// Trains `steps` steps on all ranks of the mesh. Returns the results of each rank.
 fn train(options: &TrainOptions, steps: usize) -> Result<Vec<RankReport>> {
     let text = include_bytes!("pipeline.rs");
     let tokens: Vec<u32> = text.iter().map(|&byte| byte.into()).collect();

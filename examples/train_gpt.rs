@@ -1,6 +1,6 @@
-//! Trains a small GPT on real text; use it as a template for programs of your own. `--resume` continues the last run
-//! with the same `--out`, to the same bits. Flags that are not given are taken from that run. On a signal, the program
-//! saves a checkpoint and exits with 128 + the number of the signal.
+//! Trains a small GPT on real text. Use it as a template for programs of your own. `--resume` continues the last run in
+//! the folder `--out`, with the same bits as an uninterrupted run. Flags that are not given are taken from the last
+//! run. On a signal, the program saves a checkpoint and exits with 128 + the number of the signal.
 
 use std::{path::PathBuf, process::ExitCode};
 
@@ -74,7 +74,7 @@ fn main() -> Result<ExitCode> {
     let (mut args, mut console) = (Args::from_arg_matches(&flags)?, Console::default());
     let errors = console.errors();
     tracing_subscriber::fmt().with_max_level(tracing::Level::WARN).with_writer(move || errors.clone()).init();
-    // Everything that may be refused is checked before the folder is changed.
+    // All checks that may fail come before the first change to the folder.
     let folder = RunFolder::open(&args.out)?;
     let checkpoint = if args.resume { Some(folder.newest()?) } else { None };
     if let Some(checkpoint) = &checkpoint {

@@ -1,7 +1,8 @@
 //! Trains a small mixture of experts on real text, and shows how its tokens are routed.
 //!
-//! `--style` selects the kind of routing. With `--expert-ranks 2`, two threads share the experts and exchange rows, as
-//! GPUs would. The line of each step shows the load over all layers, with one bar per expert.
+//! `--style` selects the kind of routing. With `--expert-ranks 2`, two ranks, which are threads here, share the experts
+//! and exchange rows as two GPUs would. The line that is printed for each step has one bar per expert, which shows the
+//! expert's load over all layers.
 
 use std::ops::ControlFlow::Continue;
 use std::path::PathBuf;
@@ -148,7 +149,7 @@ fn options(args: &Args) -> Result<TrainOptions> {
     })
 }
 
-/// Trains on one rank. Only the first rank prints.
+/// Runs the training loop of this rank. Only rank 0 prints.
 fn train(
     trainer: &mut Trainer,
     fit: &TrainingLoop,
@@ -178,17 +179,18 @@ fn train(
     Ok(())
 }
 
-/// The routing of a step.
+/// Routing statistics of a step.
 struct Balance {
-    /// One bar per expert, whose height is proportional to the expert's number of tokens.
+    /// One bar per expert. The height of a bar is proportional to the expert's number of tokens.
     bars: String,
-    /// Tokens of the busiest expert divided by the mean.
+    /// Number of tokens of the busiest expert, divided by the mean over the experts.
     most: f32,
-    /// Choices that found no room, or tokens that no expert chose.
+    /// Number of choices that exceeded an expert's capacity or, if experts choose tokens, number of tokens that no
+    /// expert chose.
     dropped: f32,
 }
 
-/// Sums the routing over all layers.
+/// Returns the routing statistics of the last step, summed over all layers.
 fn balance(trainer: &Trainer) -> Result<Balance> {
     let (mut load, mut dropped): (Vec<f32>, f32) = (Vec::new(), 0.0);
     for name in trainer.watched_names() {
@@ -203,7 +205,7 @@ fn balance(trainer: &Trainer) -> Result<Balance> {
     let most = load.iter().copied().fold(0.0, f32::max);
     let bar = |tokens: &f32| ['▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'][(7.0 * tokens / most.max(1.0)) as usize];
     let mean = load.iter().sum::<f32>() / load.len().max(1) as f32;
-    // If experts choose tokens, the load is even, and is not counted.
+    // If experts choose tokens, the load is always even, and is not counted.
     let bars = if load.is_empty() { "even".into() } else { load.iter().map(bar).collect() };
     Ok(Balance { bars, most: if mean > 0.0 { most / mean } else { 1.0 }, dropped })
 }

@@ -33,11 +33,11 @@
 //! - [`models`]: GPT, Llama and mixtures of experts, written with candle's API; [`models::hf`] reads and writes
 //!   pretrained weights.
 //! - [`engine`]: the compiler and the runtime; [`Trainer`] is the entry point.
-//! - [`communicator`]: exchange of tensors between ranks, and the world in which this process was started.
+//! - [`communicator`]: exchanges tensors between ranks, which are threads or processes.
 //! - [`alloc`]: the memory planner, usable on its own.
-//! - [`allocators`]: models of the allocators that people use today, for comparison.
+//! - [`allocators`]: models of other allocators that are in use today, for comparison.
 //! - [`parallel`]: pipeline schedules.
-//! - [`plan`]: the memory that a run takes, before it runs.
+//! - [`plan`]: computes the memory that a run will take.
 //! - [`run`]: run files, run folders, the training loop and reports.
 //! - [`step`]: a single training step: its programs, plans and estimated time.
 //! - [`sweep`]: many steps: their bytes under each allocator, and their estimated time.

@@ -1,4 +1,4 @@
-//! The memory that a run takes, before it runs: for your own tests, and for `gapless plan`.
+//! Computes the memory that a run will take. `gapless plan` and your own tests can use this module.
 //!
 //! In: a configuration and options. Out: the plan of every rank, which covers the training step, the evaluation and the
 //! generation in one arena. The size of this arena is exactly the size that a [`Trainer`] reserves. Planning loads no
@@ -26,11 +26,11 @@ use crate::{Model, TrainError, TrainOptions};
 #[cfg(feature = "hugging-face")]
 use crate::{Report, Trainer};
 
-/// Returns the program of a rank's training step, before its buffers have addresses. The checker and the simulator of
-/// [`parallel`](crate::parallel) accept such programs.
+/// Returns the program of a rank's training step. Its buffers do not have addresses yet. The checker and the simulator
+/// of [`parallel`](crate::parallel) accept such programs.
 ///
 /// # Errors
-/// Returns an error if the options or the model's shapes do not fit together, or there is no such rank.
+/// Returns an error if the options or the model's shapes do not fit together, or if there is no such rank.
 pub fn program<M: Model>(
     build: impl Fn(VarBuilder) -> crate::Result<M>,
     options: &TrainOptions,
@@ -39,7 +39,8 @@ pub fn program<M: Model>(
     Ok(compile::step::program(build, &options.step, rank, options.target())?)
 }
 
-/// Plans the training step of a rank alone. A trainer's arena also has the programs for evaluation and generation.
+/// Plans only the training step of a rank. The arena of a trainer may be larger, because it also serves evaluation and
+/// generation.
 ///
 /// # Errors
 /// Returns the errors of [`program`], and an error if no recomputation fits the budget.
@@ -51,7 +52,7 @@ pub fn step<M: Model>(
     Ok(compile::step::plan(build, &options.step, rank, options.target())?)
 }
 
-/// Plans every rank of the options' mesh, and returns the reports.
+/// Plans every rank of the options' mesh. Returns one report per rank.
 ///
 /// # Errors
 /// Returns an error if the options or the model's shapes do not fit together, or if no recomputation fits the budget.
@@ -63,7 +64,8 @@ pub fn ranks(config: &Config, options: &TrainOptions) -> Result<Vec<Report>, Tra
 /// Asserts that a run takes at most `bytes` bytes on every rank.
 ///
 /// # Panics
-/// Panics if a rank takes more, with the bytes of each role, or if the run cannot be planned.
+/// Panics if a rank takes more than `bytes` bytes; the message then has the bytes of each role. Also panics if the run
+/// cannot be planned.
 #[cfg(feature = "hugging-face")]
 #[track_caller]
 pub fn assert_fits(config: &Config, options: &TrainOptions, bytes: u64) {

@@ -7,10 +7,12 @@ pub use gapless_communicator::*;
 /// [`gapless_communicator::on_threads`] for functions that return a [`TrainError`].
 ///
 /// # Errors
-/// Returns the first rank's error that is not a mere consequence of another rank's failure.
+/// Returns an error if a rank fails. If several ranks fail, this is the first rank's error that is not just a
+/// consequence of another rank's failure.
 ///
 /// # Panics
-/// Panics if a rank panics, after all ranks have ended. The waits of the other ranks fail when one rank ends.
+/// Panics if a rank panics, after all ranks have ended. When one rank panics, the waits of the other ranks return
+/// errors, so these ranks end too.
 pub fn on_threads<T: Send>(
     ranks: usize,
     f: impl Fn(Box<dyn Communicator>) -> Result<T, TrainError> + Sync,

@@ -8,18 +8,18 @@ use crate::learning_rate::LearningRateError;
 /// `Result` with [`TrainError`].
 pub type Result<T, E = TrainError> = std::result::Result<T, E>;
 
-/// All errors of a trainer. Errors of the layers below are passed on unchanged.
+/// All errors of a trainer. It passes on the errors of lower layers unchanged.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 #[allow(missing_docs, reason = "the messages name the fields")]
 pub enum TrainError {
-    /// Building the model.
+    /// The model could not be built.
     #[error(transparent)]
     Graph(gapless_graph::Error),
-    /// Compiling and planning.
+    /// A program could not be compiled or planned.
     #[error(transparent)]
     Compile(gapless_compile::Error),
-    /// Running.
+    /// A program failed while it ran.
     #[error(transparent)]
     Runtime(gapless_runtime::Error),
     #[error("{name:?} holds {expected} elements, not {given}")]
@@ -51,13 +51,14 @@ pub enum TrainError {
 }
 
 impl TrainError {
-    /// Creates the error for a refused setting from the setting's name, the reason, and what to do instead.
+    /// Creates the error for a refused setting. `what` is the name of the setting, `why` the reason, and `remedy` what
+    /// to do instead.
     pub fn config(what: &'static str, why: impl Into<String>, remedy: &'static str) -> Self {
         gapless_graph::Error::config(what, why, remedy).into()
     }
 
-    /// Returns the name of the refused setting, the reason, and what to do instead. Returns `None` for any other
-    /// error.
+    /// If the error is a refused setting, returns the setting's name, the reason, and what to do instead. Returns
+    /// `None` for any other error.
     pub fn refused(&self) -> Option<(&'static str, &str, &'static str)> {
         match self {
             Self::Graph(gapless_graph::Error::Config { what, why, remedy }) => Some((what, why, remedy)),

@@ -1,5 +1,5 @@
-//! Checks an operation: compares its gradient with finite differences of the f64 reference, and its kernel with the
-//! reference itself.
+//! Checks an operation against its f64 reference: compares the gradient with finite differences of the reference, and
+//! the kernel with the reference itself.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
@@ -19,25 +19,28 @@ use half::bf16;
 
 use crate::error::Result;
 
-/// The errors of an operation. Each is ‖a − b‖ / ‖b‖, and the maximum over all inputs.
+/// The errors that [`gradient_check`] measures. `finite_difference` and `kernel` are relative errors ‖a − b‖ / ‖b‖ of
+/// whole tensors; each is the maximum over all tensors that are compared.
 #[derive(Debug, Clone, Copy)]
 pub struct GradientError {
-    /// The recorded gradient, evaluated in f64, compared with central differences of the f64 reference.
+    /// Error of the recorded gradient, evaluated in f64, against central differences of the f64 reference.
     pub finite_difference: f64,
-    /// The output and gradients of the compiled f32 program, compared with the f64 reference.
+    /// Error of the output and gradients of the compiled f32 program against the f64 reference.
     pub kernel: f64,
-    /// The error of the compiled bf16 program, as a fraction of the allowed error, so it should be below 1. Each
-    /// operation is compared with its f64 reference on the same bf16 inputs. `None` if the function only supports
-    /// f32.
+    /// The largest error of an element in the compiled bf16 program, as a fraction of the allowed error, so a correct
+    /// operation stays below 1. Each operation is compared with its f64 reference on the same bf16 inputs. `None` if
+    /// the function only supports f32.
     ///
-    /// The allowed error of an element is one rounding (2⁻⁸ of the element) plus a fraction of the norm of the whole
-    /// tensor. The fraction is 1e-5 for operations that sum in f32, or 2⁻⁸ if the operation [rounds its
-    /// factors](gapless_graph::Op::rounds_intermediates).
+    /// The allowed error of an element is one rounding (2⁻⁸ of the element) plus a fraction of the whole tensor's norm.
+    /// This fraction is 2⁻⁸ if the operation [rounds its factors](gapless_graph::Op::rounds_intermediates). Otherwise
+    /// the operation sums in f32, and the fraction is 1e-5.
     pub bf16: Option<f64>,
 }
 
-/// Checks a function of tensors. `parameters` are filled with standard normal values, `ids` with the given ones. The
-/// output is multiplied by random weights and summed to a loss; a scalar output is the loss itself.
+/// Records the function `f`, and measures the errors of its output and gradients. `parameters` gives the shapes of the
+/// first argument's tensors, which are filled with standard normal values. `ids` gives the shapes and values of the
+/// second argument's tensors. If the output of `f` is a scalar, it is the loss. Otherwise it is multiplied by random
+/// weights and summed to a loss.
 ///
 /// ```
 /// use gapless_engine::gradient_check;
@@ -109,8 +112,8 @@ fn run(graph: &Graph, given: &HashMap<String, Array>, outputs: &[Output]) -> Res
     outputs.iter().map(read).collect()
 }
 
-/// Checks each operation of a function, and each operation of its gradient, in bf16. Each is checked on the inputs
-/// that it had in the run; see [`GradientError::bf16`].
+/// Runs a function and its gradient in bf16, and returns [`GradientError::bf16`]. The reference of each operation gets
+/// the inputs that the operation had in this run.
 fn check_bf16(Recorded { graph, mut given, y, loss }: Recorded, stream: Stream) -> Result<f64> {
     let gradients = differentiate(&graph, &loss, 1.0)?;
     let graph = lock(&graph);
@@ -118,8 +121,8 @@ fn check_bf16(Recorded { graph, mut given, y, loss }: Recorded, stream: Stream) 
     for (_, array) in given.iter_mut().filter(|(name, _)| !name.starts_with("ids")) {
         array.data = array.data.iter().map(rounded).collect();
     }
-    // One run keeps all results as outputs. A second run outputs only the requested ones, so that the buffers of
-    // others are reused.
+    // The first run keeps the results of all operations as outputs. The second run outputs only `y` and the gradients,
+    // so that the buffers of the other results are reused.
     let made = graph.nodes().iter().flat_map(|node| &node.outputs).filter(|&&id| !graph.is_view(id));
     let all: Vec<Output> = made.map(|&id| Output::local(format!("made {}", id.index()), id)).collect();
     let asked = [y.id()].into_iter().chain(gradients.iter().flat_map(|gradient| gradient.summands.iter().copied()));
@@ -181,8 +184,8 @@ pub(crate) fn session(graph: &Graph, outputs: &[Output]) -> Result<Session<CpuBa
 
 /// Central differences of the loss with respect to every element of a parameter.
 fn differences(graph: &Graph, given: &HashMap<String, Array>, name: &str, loss: ValueId, stream: Stream) -> Vec<f64> {
-    // The error of central differences is about h²/6·f‴ + ε/h, with ε the rounding error of f. It is minimal near h =
-    // ε^⅓.
+    // The error of central differences is about h²/6·f‴ + ε/h, where ε is the rounding error of f. This error is
+    // smallest near h = ε^⅓.
     const H: f64 = 1e-5;
     let mut given = given.clone();
     let mut at = |index: usize, shift: f64| {
@@ -202,7 +205,7 @@ fn worse(a: f64, b: f64) -> f64 {
     if a.is_nan() || a > b { a } else { b }
 }
 
-/// ‖a − b‖ / ‖b‖, or ‖a − b‖ if b is zero.
+/// Returns ‖a − b‖ / ‖b‖, or ‖a − b‖ if b is close to zero.
 fn distance(a: &[f64], b: &[f64]) -> f64 {
     let norm = |x: &mut dyn Iterator<Item = f64>| x.map(|x| x * x).sum::<f64>().sqrt();
     let difference = norm(&mut a.iter().zip(b).map(|(a, b)| a - b));
@@ -213,7 +216,8 @@ fn distance(a: &[f64], b: &[f64]) -> f64 {
 /// A function recorded as a graph up to a loss, with the values of its parameters and inputs.
 pub(crate) struct Recorded {
     pub graph: Arc<Mutex<Graph>>,
-    /// Values by name: parameters `x0`…, ids `ids0`…, and `weights` for the sum of the output.
+    /// Values by name: the parameters `x0`, `x1`, …, the ids `ids0`, `ids1`, …, and the `weights` by which the output
+    /// is multiplied.
     pub given: HashMap<String, Array>,
     /// The output of the function.
     pub y: Tensor,
@@ -221,7 +225,7 @@ pub(crate) struct Recorded {
 }
 
 impl Recorded {
-    /// Records a function as [`gradient_check`] describes, with parameters of any type.
+    /// Records a function and its loss as [`gradient_check`] describes. The parameters have the type `dtype`.
     pub fn new(
         dtype: DType,
         parameters: &[&[usize]],
@@ -255,10 +259,10 @@ impl Recorded {
     }
 }
 
-/// Standard normal values.
+/// An array of standard normal values, rounded to f32.
 pub(crate) fn random_array(dims: &[usize], seed: u64) -> Array {
     let numbers = Numbers::from_seed(seed + 1);
-    // Rounded to f32, so that the f32 program starts from the same values.
+    // Without this rounding, the f32 program would start from other values than the f64 reference.
     let normal = |i| f64::from(numbers.normal(i) as f32);
     Array::new(dims, (0..dims.iter().product()).map(normal).collect())
 }

@@ -33,8 +33,8 @@ pub struct LearningRate {
     /// Number of steps of the linear warm-up.
     #[serde(default)]
     pub warmup_steps: u64,
-    /// Number of steps of the whole run, including the warm-up. After the run the rate is `floor`, except for shapes
-    /// that do not depend on the end of the run.
+    /// Number of steps of the whole run, including the warm-up. From step `steps` on, the rate is `floor`. The rates of
+    /// [`Shape::Constant`] and [`Shape::InverseSqrt`] do not depend on this number.
     pub steps: u64,
     /// The shape of the schedule after the warm-up.
     pub shape: Shape,
@@ -48,13 +48,13 @@ pub enum Shape {
     Constant,
     /// The rate falls linearly to the floor.
     Linear,
-    /// The rate falls with the inverse square root of the step: after four times the warm-up it is half the peak
-    /// (Vaswani et al., arXiv 1706.03762, section 5.3). It never falls below the floor, and does not depend on the end
-    /// of the run.
+    /// The rate falls with the inverse square root of the step (Vaswani et al., arXiv 1706.03762, section 5.3), but
+    /// never below the floor. At four times the warm-up's number of steps, the rate is half the peak.
     InverseSqrt,
     /// The rate falls to the floor by half a cosine (Loshchilov and Hutter, 2017, without restarts).
     Cosine,
-    /// Warm-up, stable, decay: the rate stays at the peak, then falls linearly over the last steps (Hu et al., 2024).
+    /// Warm-up, stable, decay: the rate stays at the peak, and then falls linearly to the floor over the last steps (Hu
+    /// et al., 2024).
     Wsd {
         /// Number of steps of the decay.
         decay_steps: u64,
@@ -81,7 +81,7 @@ pub enum LearningRateError {
         /// The highest rate.
         peak: f64,
     },
-    /// Warm-up and decay take more steps than the run.
+    /// Warm-up and decay together take more steps than the run.
     #[error(
         "a warm-up of {warmup_steps} steps and a decay of {decay_steps} do not fit into {steps} steps; shorten one, or train longer"
     )]
@@ -102,13 +102,13 @@ pub struct Schedule {
 }
 
 impl LearningRate {
-    /// A cosine schedule. The warm-up takes 20 steps, or a quarter of all steps if that is fewer. The rate then falls
-    /// to a tenth of the peak.
+    /// Returns a cosine schedule. The warm-up takes 20 steps, or a quarter of all steps if a quarter is less than 20.
+    /// The rate then falls to a tenth of the peak.
     pub fn cosine(peak: f64, steps: u64) -> Self {
         Self { peak, floor: peak / 10.0, warmup_steps: 20.min(steps / 4), steps, shape: Shape::Cosine }
     }
 
-    /// A schedule with the same rate at every step.
+    /// A schedule that has the same rate at every step.
     pub fn constant(rate: f64) -> Self {
         Self { peak: rate, floor: rate, warmup_steps: 0, steps: 0, shape: Shape::Constant }
     }
@@ -116,8 +116,8 @@ impl LearningRate {
     /// Checks the configuration.
     ///
     /// # Errors
-    /// Returns an error if a rate is not finite or negative, if the floor is above the peak, or if the phases take more
-    /// steps than the run.
+    /// Returns an error if a rate is negative or not finite, or if warm-up and decay together take more steps than the
+    /// run. Also returns an error if the floor is above the peak, unless the shape is [`Shape::Constant`].
     pub fn check(self) -> Result<Schedule, LearningRateError> {
         for (which, rate) in [("peak", self.peak), ("floor", self.floor)] {
             if !rate.is_finite() || rate < 0.0 {
@@ -140,8 +140,8 @@ impl LearningRate {
 }
 
 impl Schedule {
-    /// Returns the rate of a step, counted from 0. Step `warmup_steps - 1` is the first at the peak. Step `steps`,
-    /// one after the run's last, is the first at the floor.
+    /// Returns the learning rate of a step; steps are counted from 0. Step `warmup_steps - 1` is the first at the peak.
+    /// For shapes that end at the floor, step `steps` is the first at the floor; it would be the first after the run.
     pub fn at(&self, step: u64) -> f64 {
         let LearningRate { peak, floor, warmup_steps, steps, shape } = self.config;
         if step < warmup_steps {

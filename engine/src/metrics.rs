@@ -10,9 +10,9 @@ pub use gapless_runtime::process_memory::{available_memory_bytes, current_rss_by
 
 /// Writes rows as JSON, one per line.
 ///
-/// A row is built in a reused buffer and written in one piece. So a reader never sees half a row, and writing rows of
-/// similar size does not allocate. If a row cannot be written, for example because the disk is full, the caller gets
-/// an error and may write further rows. The next row then starts on a new line.
+/// A row is built in a reused buffer, so writing rows of similar size does not allocate. The row is then written in one
+/// piece, so a reader never sees half of it. If a write fails, for example because the disk is full, the caller gets an
+/// error and may write further rows. The next row then starts on a new line.
 ///
 /// ```
 /// use gapless_engine::metrics::JsonLines;
@@ -36,7 +36,7 @@ pub struct JsonLines<W: Write = File> {
     out: W,
     path: PathBuf,
     row: Vec<u8>,
-    /// Whether the file may end in the middle of a line.
+    /// Whether the file may end in the middle of a line, for example after a failed write.
     torn: bool,
 }
 
@@ -44,7 +44,7 @@ pub struct JsonLines<W: Write = File> {
 #[derive(Debug, thiserror::Error)]
 #[error("cannot write metrics to {path}: {source}; check that the disk has room")]
 pub struct MetricsError {
-    /// The file.
+    /// Path of the file.
     pub path: PathBuf,
     /// The underlying error.
     pub source: io::Error,
@@ -59,7 +59,7 @@ impl JsonLines {
         Self::opened(path, File::create(path), false)
     }
 
-    /// Opens a file to append rows, or creates it. For resumed runs.
+    /// Opens the file of a resumed run, to append rows. Creates the file if it does not exist.
     ///
     /// # Errors
     /// Returns an error if the file cannot be opened.
@@ -79,7 +79,7 @@ impl JsonLines {
 }
 
 impl<W: Write> JsonLines<W> {
-    /// Creates a writer of rows to `out`; `name` appears in error messages.
+    /// Creates a writer that writes rows to `out`. Error messages contain `name`.
     pub fn new(out: W, name: impl Into<PathBuf>) -> Self {
         Self { out, path: name.into(), row: Vec::with_capacity(1024), torn: false }
     }

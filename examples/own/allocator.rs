@@ -1,5 +1,5 @@
-//! An allocator of your own: segments whose sizes are powers of two. Each segment holds one tensor at a time. After the
-//! tensor is freed, the segment is kept for the next tensor of this size.
+//! An allocator of your own. Its segments have sizes that are powers of two, and each segment holds one tensor at a
+//! time. After the tensor is freed, the segment is kept for the next tensor that needs a segment of this size.
 
 use std::collections::BTreeMap;
 
@@ -9,7 +9,7 @@ use gapless::step::Step;
 
 #[derive(Debug, Default)]
 struct PowersOfTwo {
-    /// Free segments by size, and the end of the address range in use.
+    /// Addresses of the free segments, by size.
     idle: BTreeMap<u64, Vec<u64>>,
     end: u64,
     statistics: Statistics,
@@ -46,7 +46,7 @@ impl Allocator for PowersOfTwo {
     }
 }
 
-/// Compares this allocator with PyTorch's on the requests of an eager framework.
+/// Compares this allocator with PyTorch's allocator on the requests of an eager framework.
 pub fn run(step: &Step) -> Result<()> {
     let problem = step.eager(&step.record()?, 0)?;
     let requests = Requests::new(&problem);

@@ -4,7 +4,7 @@ use anyhow::Result;
 use gapless::engine::compile::{Instr, InstrKind};
 use gapless::step::{CostModel, DeviceProfile, Precision, Step};
 
-/// Elements in a tile of the device's products.
+/// Number of elements of the output tile that one block of a product computes.
 const TILE: f64 = 128.0 * 128.0;
 
 #[derive(Debug)]
@@ -16,7 +16,7 @@ impl CostModel for Tiled {
         match &instr.kind {
             InstrKind::Compute(op) if op.name().starts_with("linear") => {
                 let elements = instr.outputs[0].layout.shape().elem_count() as f64;
-                // 132 tiles run at a time, and a partial tile takes as long as a full one.
+                // The device computes 132 tiles at a time, and a partial tile takes as long as a full tile.
                 let waves = (elements / TILE / 132.0).ceil();
                 (whole as f64 * (waves * 132.0 * TILE / elements).min(4.0)) as u64
             }

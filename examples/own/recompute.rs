@@ -1,4 +1,4 @@
-//! A recompute policy of your own. It drops values that are large and cheap to recompute.
+//! A recompute policy of your own. It recomputes values that are large and cheap to compute, instead of keeping them.
 
 use std::sync::Arc;
 

@@ -1,4 +1,4 @@
-//! A schedule of your own: 1F1B, but every rank starts with one more forward.
+//! A schedule of your own: like 1F1B, but every rank starts with one more forward.
 
 use std::sync::Arc;
 

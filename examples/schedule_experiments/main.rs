@@ -1,5 +1,5 @@
-//! Compares the figures of papers about allocators with our results for the same steps. Each allocator is run on the
-//! lifetimes of an eager framework, and gapless also on its own lifetimes.
+//! Compares figures from papers about allocators with our results for the same steps. Each allocator is replayed on the
+//! lifetimes of an eager framework. The planner of gapless is also measured on the lifetimes that gapless compiles.
 //!
 //! `cargo run --release --example schedule_experiments` runs some rows in half a minute; `--all` runs all of them. The
 //! papers' figures are in `papers.csv`, and the steps in `rows.toml`, next to this file.
@@ -36,7 +36,7 @@ struct Rows {
 #[derive(Deserialize)]
 struct Row {
     name: String,
-    /// The part of the step that can be compared, and the reason why other parts cannot.
+    /// The part of the paper's figures that can be compared, and the reason why the rest cannot.
     comparable: String,
     #[serde(default)]
     quick: bool,
@@ -50,7 +50,7 @@ struct Fact {
     text: String,
 }
 
-/// The result of an allocator on a step.
+/// The result of one allocator for one step.
 struct Outcome {
     name: &'static str,
     reserved: Option<u64>,
@@ -73,7 +73,7 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-/// Measures gapless on its own lifetimes first, then all allocators on those of an eager framework.
+/// Measures gapless on its own lifetimes, and then all allocators on the lifetimes of an eager framework.
 fn measure(row: &Row) -> Result<Vec<Outcome>> {
     let mut step = Step::new(&row.run)?;
     step.options.pipeline.cut = equal_stages(&step);
@@ -92,7 +92,7 @@ fn measure(row: &Row) -> Result<Vec<Outcome>> {
     Ok(outcomes)
 }
 
-/// Stages with the same number of layers, as in Megatron.
+/// Returns a partition into stages with the same number of layers, as in Megatron.
 fn equal_stages(step: &Step) -> StagePartition {
     let stages = step.options.stages();
     let (prefix, layers) = match step.architecture() {
@@ -112,7 +112,7 @@ fn outcome(entry: &Entry) -> Outcome {
     }
 }
 
-/// The papers' figures about a row.
+/// Returns the papers' figures about a row of `rows.toml`.
 fn facts(row: &str) -> Result<Vec<Fact>> {
     let mut lines = csv(include_str!("papers.csv"));
     lines.remove(0);

@@ -1,4 +1,5 @@
-//! Self-contained HTML pages: style, script and data are inside, and nothing is fetched.
+//! Self-contained HTML pages: each page contains its style, script and data. Only a page that a server has sent may
+//! fetch newer data.
 //!
 //! In: the contents of a page. Out: the page, with the style and plots that all pages of this crate share. Data are
 //! escaped, so the browser never interprets them as HTML or script.
@@ -11,15 +12,15 @@ pub(crate) struct Page<'a> {
     pub title: &'a str,
     /// The kind of the page, shown with the title.
     pub kind: &'a str,
-    /// Style that follows the shared style.
+    /// CSS of this page, appended to the CSS that all pages share.
     pub style: &'a str,
     /// The body as HTML.
     pub body: &'a str,
-    /// Script that follows the shared script.
+    /// JavaScript of this page, appended to the script that all pages share.
     pub script: &'a str,
-    /// The result of [`json`]; the script reads it from the element with the id `data`.
+    /// The page's data, as returned by [`json`]. The script reads them from the element with the id `data`.
     pub data: &'a str,
-    /// Whether the page may fetch data from the server that sent it. If not, the page may not fetch anything.
+    /// Whether the page may fetch data from the server that sent the page. If false, the page may not fetch anything.
     pub is_served: bool,
 }
 
@@ -40,14 +41,14 @@ impl Page<'_> {
     }
 }
 
-/// Serializes a value for a data element. Inside a script element only `<` can end it, so `<` is escaped, which is
-/// still the same JSON.
+/// Serializes a value as JSON for a data element. A data element is a script element, which only `<` can end. So `<` is
+/// escaped inside the JSON; this does not change the value.
 pub(crate) fn json(value: &impl Serialize) -> String {
     serde_json::to_string(value).expect("strings and numbers are always JSON").replace('<', "\\u003c")
 }
 
-/// Fills each part into the template. The parts must be in the order of the template's placeholders. A placeholder
-/// inside a part is not replaced.
+/// Replaces each placeholder of a template by its part. `parts` has pairs of placeholder and part, in the order in
+/// which the placeholders occur in the template. A placeholder inside a part is not replaced.
 fn fill_template(template: &str, parts: &[(&str, &str)]) -> String {
     let mut page = String::with_capacity(template.len() + parts.iter().map(|(_, text)| text.len()).sum::<usize>());
     let mut rest = template;

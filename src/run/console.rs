@@ -1,5 +1,5 @@
-//! Output of a run. If a write fails, for example to a closed pipe or a full disk, the run continues but its exit code
-//! changes.
+//! Output of a run. If a write fails, for example to a closed pipe or a full disk, the run continues. Its exit code
+//! then shows that output was lost.
 
 use std::fmt::{self, Display};
 use std::fs::File;
@@ -15,7 +15,8 @@ use serde::Serialize;
 use super::{CallbackResult, Event, Stop};
 
 /// Writes lines to the standard output, rows to a file, and warnings to the standard error. Failed writes are counted.
-/// The first failure of each output is reported on the standard error, and [`Self::finish`] returns them all.
+/// The first failure of each output is reported on the standard error, and [`Self::finish`] returns an error with all
+/// failures.
 #[derive(Debug, Default)]
 pub struct Console {
     /// The file of rows, and its path.
@@ -25,7 +26,8 @@ pub struct Console {
 }
 
 impl Console {
-    /// Creates a console without standard output, for ranks whose messages another rank already prints.
+    /// Creates a console that writes nothing to the standard output. It is for all ranks but the first, which prints
+    /// the messages.
     pub fn silent() -> Self {
         Self { is_silent: true, ..Self::default() }
     }
@@ -68,8 +70,9 @@ impl Console {
         }
     }
 
-    /// Handles an event; this is a callback for [`TrainingLoop::run`](super::TrainingLoop::run). Prints every tenth step, every
-    /// evaluation and every checkpoint, and writes a row for each step and evaluation.
+    /// Prints an event and writes its row. Of the steps, only every tenth is printed; all other events are printed. A
+    /// row is written for each step and each evaluation. The callback of
+    /// [`TrainingLoop::run`](super::TrainingLoop::run) can call this method.
     ///
     /// # Errors
     /// Never returns an error: failed writes do not end the training.
@@ -88,7 +91,8 @@ impl Console {
         self.errors.clone()
     }
 
-    /// Returns the exit code of the program: 128 + the number of the signal that stopped the run, or success.
+    /// Returns the exit code of the program. If a signal has stopped the run, this is 128 + the number of the signal.
+    /// Otherwise it is 0.
     ///
     /// # Errors
     /// Returns an error if some output could not be written and no signal arrived.
@@ -96,7 +100,7 @@ impl Console {
         stop.exit_code().map_or_else(|| self.finish().map(|()| ExitCode::SUCCESS), Ok)
     }
 
-    /// Ends the output of a run.
+    /// Ends the output of a run, and checks that nothing was lost.
     ///
     /// # Errors
     /// Returns an error if some output could not be written, or if the file of an output has been deleted.
@@ -117,7 +121,7 @@ fn say_to(out: &mut impl Write, line: impl Display) -> io::Result<()> {
     out.flush()
 }
 
-/// A writer to the standard error. It also holds the log, and the failed writes of all outputs.
+/// A writer to the standard error. It also writes to the log, and counts the failed writes of all outputs.
 #[derive(Debug, Clone, Default)]
 pub struct ErrorOutput {
     heard: Arc<Mutex<OutputState>>,
@@ -132,7 +136,7 @@ struct OutputState {
     before: Vec<u8>,
 }
 
-/// Limit of the bytes that are kept for the log before its file is opened.
+/// Maximum number of bytes that are kept for the log before the log file is opened.
 const MAX_EARLY_LOG_BYTES: usize = 1 << 20;
 
 #[derive(Debug)]

@@ -30,7 +30,7 @@ pub enum RunError {
     /// The run's folder or a checkpoint cannot be used.
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
-    /// Metrics cannot be written.
+    /// The metrics cannot be written.
     #[error(transparent)]
     Metrics(#[from] MetricsError),
     /// There is no checkpoint to resume from.
@@ -39,7 +39,7 @@ pub enum RunError {
         /// Folder in which checkpoints are expected.
         path: PathBuf,
     },
-    /// No step is left to do.
+    /// The checkpoint has already done all steps of the run.
     #[error("{} has done {done} steps, and steps is {steps}; raise steps", path.display())]
     NothingLeft {
         /// Path of the checkpoint.
@@ -49,15 +49,15 @@ pub enum RunError {
         /// Number of steps that the run should have.
         steps: u64,
     },
-    /// The checkpoint is of a run with other settings.
+    /// The checkpoint was saved by a run with other settings, which must not change.
     #[error("the run in {} has another configuration: {}; these keys cannot change: restore them from the run.toml beside its checkpoints, or choose another --out", path.display(), differences.join(", "))]
     Changed {
         /// Path of the checkpoint.
         path: PathBuf,
-        /// Each key that differs, with both values.
+        /// Each key that differs, with its saved value and its new value.
         differences: Vec<String>,
     },
-    /// Loss spikes went on for too long.
+    /// Too many steps in a row were skipped because of loss spikes, and no rollback is possible.
     #[error(
         "{skipped} steps in a row, up to step {step}, had a loss or gradient norm far above the steps before and were skipped; the last checkpoint is older: set guard.rollbacks to roll back to it, continue from it with --fork and a lower learning_rate.peak or another seed, or raise guard.norm and guard.loss"
     )]
@@ -67,14 +67,14 @@ pub enum RunError {
         /// Number of steps skipped in a row.
         skipped: u64,
     },
-    /// The folder of a run was deleted or moved during the run.
+    /// The folder of the run was deleted, moved or replaced during the run.
     #[error(
         "{} was deleted, moved or replaced while the run was writing into it, and the run has ended; its checkpoints are where the folder \
          is now: continue there with --resume, or start the run again",
         path.display()
     )]
     FolderGone {
-        /// Path that the folder had.
+        /// The original path of the folder.
         path: PathBuf,
     },
     /// The error that a callback of [`TrainingLoop::run`](super::TrainingLoop::run) returned.

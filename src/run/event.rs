@@ -7,8 +7,8 @@ use std::time::Duration;
 use gapless_engine::{StepReport, Times, Trainer};
 use serde::Serialize;
 
-/// An event of a [`TrainingLoop`](super::TrainingLoop). `Display` formats it as a line of text, and serde as a row for a file
-/// ([`Console::row`](super::Console::row)).
+/// An event of a [`TrainingLoop`](super::TrainingLoop). `Display` formats an event as a line of text. Serde serializes
+/// an event as a row for a file ([`Console::row`](super::Console::row)).
 #[derive(Debug, Clone, Serialize)]
 #[serde(untagged)]
 pub enum Event {
@@ -17,9 +17,9 @@ pub enum Event {
         /// The trainer's report.
         #[serde(flatten)]
         report: StepReport,
-        /// Mean tokens per second since the loop began, not counting the time between steps.
+        /// Mean tokens per second since the loop began. Only the time of steps counts, not the time between them.
         tokens_per_second: f64,
-        /// Times of this step.
+        /// Durations of the parts of this step.
         seconds: Seconds,
     },
     /// The validation loss was measured.
@@ -29,7 +29,7 @@ pub enum Event {
         /// Mean −log p over the targets of the validation windows, without the other terms of a training loss. `None`
         /// if no target counts.
         val_loss: Option<f32>,
-        /// Time of this evaluation.
+        /// Duration of this evaluation.
         seconds: Seconds,
     },
     /// A checkpoint was saved.
@@ -40,15 +40,15 @@ pub enum Event {
     /// Too many steps in a row were skipped, and the run returned to a checkpoint
     /// ([`GuardConfig::rollbacks`](super::GuardConfig::rollbacks)).
     RolledBack {
-        /// Number of steps that were done before the rollback.
+        /// Number of steps of the trainer before the rollback.
         from: u64,
-        /// Number of steps of the checkpoint.
+        /// Number of steps of the trainer after the rollback, which is the checkpoint's number of steps.
         to: u64,
     },
 }
 
-/// Durations of the parts of a step or evaluation, in seconds. `None` for a part that took no time or whose time is
-/// unknown.
+/// Durations of the parts of a step or evaluation, in seconds. A field is `None` if the part took no time, or if its
+/// time is unknown.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
 pub struct Seconds {
     /// Reading the tokens.

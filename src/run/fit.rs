@@ -1,5 +1,5 @@
-//! The training loop: takes data and a trainer, performs steps, evaluations and checkpoints, and reports each of them
-//! to a callback.
+//! The training loop. It performs the steps, evaluations and checkpoints of a trainer on given data, and reports each
+//! of them to a callback.
 
 use std::error::Error;
 use std::ops::ControlFlow;
@@ -55,11 +55,11 @@ pub struct TrainingLoop<'a> {
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 struct Best {
     val_loss: f32,
-    /// Evaluations since then.
+    /// Number of evaluations since the one with the lowest loss.
     since: u64,
 }
 
-/// The reason for which a [`TrainingLoop`] ended.
+/// The reason why a [`TrainingLoop`] ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Ended {
@@ -79,24 +79,24 @@ pub enum Ended {
 pub struct TrainingOutcome {
     /// Loss of the last step; `None` if there was no step left to do.
     pub loss: Option<f32>,
-    /// Validation loss of the last evaluation.
+    /// Validation loss of the last evaluation; `None` if there was no evaluation or if no target counts.
     pub val_loss: Option<f32>,
-    /// Mean tokens per second since the loop began, counting only the time of steps.
+    /// Mean tokens per second since the loop began. Only the time of steps counts.
     pub tokens_per_second: f64,
-    /// The reason for which it ended.
+    /// The reason why the loop ended.
     pub ended: Ended,
 }
 
 impl<'a> TrainingLoop<'a> {
-    /// Creates a loop that trains until the trainer has done `steps` steps in total, including steps before a resume.
+    /// Creates a loop that trains until the trainer has done `steps` steps. Steps from before a resume count.
     pub fn new(training: &'a TrainingWindows, steps: u64) -> Self {
         let (evaluation, checkpoints, saves_after, stop) = (None, None, None, None);
         let (limit, patience, best, guard, recent) = (None, None, None, None, Recent::default());
         Self { training, steps, evaluation, checkpoints, saves_after, stop, limit, patience, best, guard, recent }
     }
 
-    /// Measures the loss on these windows every `every` steps and after the last step. If `every` is 0, measures only
-    /// after the last step.
+    /// Measures the validation loss on these windows every `every` steps and after the last step. If `every` is 0,
+    /// measures only after the last step.
     pub fn evaluate(self, windows: Option<&'a ValidationWindows>, every: u64) -> Self {
         Self { evaluation: windows.map(|windows| (windows, every)), ..self }
     }
@@ -107,7 +107,7 @@ impl<'a> TrainingLoop<'a> {
         Self { checkpoints: Some((folder, every, run)), ..self }
     }
 
-    /// Also saves a checkpoint when this much time has passed since the last one.
+    /// Also saves a checkpoint when this much time has passed since the last checkpoint.
     pub fn save_after(self, time: Duration) -> Self {
         Self { saves_after: Some(time), ..self }
     }
@@ -117,13 +117,13 @@ impl<'a> TrainingLoop<'a> {
         Self { limit: Some(time), ..self }
     }
 
-    /// Early stopping: ends when this many evaluations in a row have not lowered the validation loss.
+    /// Turns on early stopping: the loop ends when this many evaluations in a row have not lowered the validation loss.
     pub fn patience(self, evaluations: u64) -> Self {
         Self { patience: Some(evaluations), ..self }
     }
 
-    /// Continues from a checkpoint that a loop like this one has saved. Early stopping takes the evaluations before the
-    /// checkpoint into account.
+    /// Takes over the state of early stopping and of [`Self::guard`] from a checkpoint that an earlier loop has saved.
+    /// The trainer itself must be resumed by [`Trainer::resume`].
     pub fn continue_from(self, checkpoint: &Checkpoint) -> Self {
         let (best, recent) = found(checkpoint);
         Self { best, recent, ..self }
@@ -131,24 +131,24 @@ impl<'a> TrainingLoop<'a> {
 
     /// Skips steps whose loss or gradient norm is far above that of recent steps. The trainer's update must be guarded
     /// ([`UpdateOptions::guarded`](gapless_engine::UpdateOptions::guarded)). After too many skipped steps in a row, the
-    /// run returns to a checkpoint of [`Self::save`], at most [`GuardConfig::rollbacks`] times; then it ends with an
-    /// error.
+    /// run returns to a checkpoint that it has saved ([`Self::save`]). If it has already done so
+    /// [`GuardConfig::rollbacks`] times, it ends with an error.
     pub fn guard(self, guard: GuardConfig) -> Self {
         Self { guard: Some(guard), ..self }
     }
 
-    /// Ends with a checkpoint when a signal arrives.
+    /// Ends the loop with a checkpoint when a signal arrives.
     pub fn stop(self, stop: &'a Stop) -> Self {
         Self { stop: Some(stop), ..self }
     }
 
-    /// Trains until the last step, a signal, or a `Break` from the callback, then saves. The callback also gets the
-    /// trainer, for example to sample from it. With several ranks, all ranks must call this method. If one rank ends,
-    /// for any reason, all ranks end after the same step.
+    /// Trains until a reason to end occurs ([`Ended`]), then saves a checkpoint. The callback also gets the trainer,
+    /// for example to generate a sample. With several ranks, all ranks must call this method. If there is a reason to
+    /// end on one rank, all ranks end after the same step.
     ///
     /// # Errors
-    /// Returns a [`RunError`] if the data cannot be read, the trainer fails, or a checkpoint cannot be saved; and
-    /// [`RunError::Callback`] if the callback returns an error.
+    /// Returns a [`RunError`] if the data cannot be read, the trainer fails, a checkpoint cannot be saved, or too many
+    /// steps were skipped. Returns [`RunError::Callback`] if the callback returns an error.
     pub fn run(
         &self,
         trainer: &mut Trainer,
@@ -220,8 +220,8 @@ impl<'a> TrainingLoop<'a> {
         Ok(fitted)
     }
 
-    /// Returns the reason to end before the next step, or `None` to continue. With several ranks, a reason on one rank
-    /// ends all ranks.
+    /// Returns the reason to end before the next step, or `None` if the loop continues. With several ranks, all ranks
+    /// end if one rank has a reason.
     fn end(
         &self,
         trainer: &mut Trainer,
@@ -244,9 +244,10 @@ impl<'a> TrainingLoop<'a> {
         }
     }
 
-    /// Returns to the newest checkpoint from before the series of skipped steps. All results since that checkpoint are
-    /// discarded, except for the position in the data. Later checkpoints are removed. So if the run is now interrupted
-    /// and resumed, it continues in the same way.
+    /// Returns to the newest checkpoint from before the series of skipped steps. The position in the data is kept; all
+    /// other results since this checkpoint are discarded. Later checkpoints are removed, so that a run that is
+    /// interrupted now and resumed continues from the same checkpoint. Returns the state of early stopping and of the
+    /// guard after the rollback.
     ///
     /// # Errors
     /// Returns [`RunError::Spikes`] if there is no such checkpoint or no rollback left, and the errors of
@@ -265,7 +266,8 @@ impl<'a> TrainingLoop<'a> {
             return Err(RunError::Spikes { step: done - 1, skipped });
         };
         trainer.resume(&checkpoint)?;
-        // A barrier: every rank has opened the checkpoint before the first rank removes others.
+        // This is a barrier: every rank must have opened the checkpoint before the first rank removes later
+        // checkpoints.
         trainer.any(false)?;
         if trainer.rank() == 0 {
             folder.remove_after(checkpoint.step())?;
@@ -274,8 +276,8 @@ impl<'a> TrainingLoop<'a> {
         Ok((best, before.rolled_back(recent, done - checkpoint.step())))
     }
 
-    /// Adds to `run` the results of the last evaluation, the best evaluation and the recent steps. A `run` that is not
-    /// a JSON object is returned unchanged.
+    /// Returns `run` with three additions: the last validation loss, the best evaluation, and the recent steps of the
+    /// guard. A `run` that is not a JSON object is returned unchanged.
     fn with_state(&self, run: &Value, val_loss: Option<f32>, best: Option<Best>, recent: &Recent) -> Value {
         let mut run = run.clone();
         if let Value::Object(run) = &mut run {
@@ -298,7 +300,8 @@ impl<'a> TrainingLoop<'a> {
     }
 }
 
-/// Reads what [`TrainingLoop::with_state`] has added to the checkpoint's metadata.
+/// Reads the best evaluation and the recent steps that [`TrainingLoop::with_state`] has added to the checkpoint's
+/// metadata.
 fn found(checkpoint: &Checkpoint) -> (Option<Best>, Recent) {
     let said = |key: &str| checkpoint.metadata().get("run").and_then(|run| run.get(key));
     let best = said("best").and_then(|best| Best::deserialize(best).ok());
@@ -306,7 +309,7 @@ fn found(checkpoint: &Checkpoint) -> (Option<Best>, Recent) {
 }
 
 impl Best {
-    /// Counts one more evaluation.
+    /// Returns the state after one more evaluation. An evaluation without a loss changes nothing.
     fn with(before: Option<Self>, val_loss: Option<f32>) -> Option<Self> {
         let Some(val_loss) = val_loss else { return before };
         let is_lower = before.is_none_or(|best| val_loss < best.val_loss);
@@ -334,7 +337,7 @@ fn buffers(trainer: &Trainer, size: usize) -> (Vec<u32>, Vec<u32>, Vec<u32>) {
     (vec![0; size], vec![0; size], vec![0; if trainer.options().step.documents { size } else { 0 }])
 }
 
-/// Continues a prompt. Returns the prompt followed by the text that the model generates with these options.
+/// Returns the prompt, followed by the continuation that the model generates with these options.
 ///
 /// # Errors
 /// Returns the errors of [`Vocabulary::encode`], [`Trainer::generate`] and [`Vocabulary::decode`].
@@ -385,8 +388,8 @@ mod tests {
         lr: f64,
     }
 
-    /// One of two ranks breaks after step 3: both save that step, once, and a resumed run continues to the end.
-    /// Settings that the resuming program does not give come from the checkpoint.
+    /// The callback of one of two ranks breaks after step 3. Both ranks then save a single checkpoint of this step, and
+    /// a resumed run continues to the end. Settings that the resuming program does not give come from the checkpoint.
     #[test]
     fn what_ends_one_rank_ends_all_and_another_run_goes_on() {
         let place = tempfile::tempdir().unwrap();

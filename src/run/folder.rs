@@ -16,18 +16,18 @@ const DEFAULT_KEEP_LAST: usize = 2;
 /// Name of the subfolder with the checkpoints.
 const CHECKPOINTS: &str = "checkpoints";
 
-/// Files and folders that a run writes. If a folder contains one of them but no run's lock file, the folder was not
-/// made by a run.
+/// Files and folders that a run writes. If a folder contains one of them, but not the lock file of a run, the files are
+/// not from a run.
 const WRITTEN: [&str; 7] =
     [CHECKPOINTS, "metrics.jsonl", "log.txt", "samples.txt", "summary.json", "memory.html", "plan.csv"];
 
-/// Files that are needed to read an earlier run's checkpoints.
+/// Files that are copied, not moved, into the folder of an earlier run. They are needed to read the checkpoints there.
 const COPIED: [&str; 2] = ["run.toml", "tokenizer.json"];
 
 /// A folder that one run at a time writes into. Its checkpoints are in the subfolder `checkpoints`.
 ///
-/// Call [`Self::open`] at the start of a program. If the folder is in use, `open` returns an error; it changes nothing.
-/// Call [`Self::claim`] when the trainer exists and all settings have been checked.
+/// Call [`Self::open`] at the start of a program. It returns an error if the folder is in use, and never changes the
+/// contents of the folder. Call [`Self::claim`] when the trainer exists and all settings have been checked.
 #[derive(Debug)]
 pub struct RunFolder {
     path: PathBuf,
@@ -38,13 +38,13 @@ pub struct RunFolder {
 }
 
 impl RunFolder {
-    /// Locks a folder that earlier runs have used. Any other folder is not locked and not changed until
-    /// [`Self::claim`].
+    /// Opens a folder, which need not exist. If earlier runs have used the folder, it is locked now; otherwise
+    /// [`Self::claim`] locks it later.
     ///
     /// # Errors
-    /// Returns [`CheckpointError::Locked`], which names the process that holds the lock; [`CheckpointError::Foreign`]
-    /// if no run has used the folder, but it contains a file that a run would replace; and an error if the folder
-    /// cannot be written to.
+    /// Returns [`CheckpointError::Locked`] if another process holds the lock; the error names this process. Returns
+    /// [`CheckpointError::Foreign`] if no run has used the folder, but it contains a file that a run would replace.
+    /// Also returns an error if the folder cannot be written to.
     pub fn open(path: &Path) -> Result<Self, CheckpointError> {
         let folder = Self::of_another_rank(path);
         match fs::metadata(path) {
@@ -66,19 +66,19 @@ impl RunFolder {
         self.lock.get().is_some()
     }
 
-    /// The folder as seen by ranks other than the first, which do not lock it.
+    /// Opens the folder on a rank other than the first, without locking it.
     pub(super) fn of_another_rank(path: &Path) -> Self {
         let (keep_last, keep_best, lock) = (DEFAULT_KEEP_LAST, 0, OnceLock::new());
         Self { path: path.to_owned(), checkpoints: path.join(CHECKPOINTS), keep_last, keep_best, lock }
     }
 
-    /// Sets how many of the newest checkpoints are kept; 2 by default.
+    /// Sets how many of the newest checkpoints are kept. The default is 2.
     pub fn keep_last(self, keep_last: usize) -> Self {
         Self { keep_last, ..self }
     }
 
-    /// Sets how many of the checkpoints with the lowest validation loss are kept in addition to the newest; 0 by
-    /// default. Only checkpoints that were saved right after an evaluation have a validation loss
+    /// Sets how many of the checkpoints with the lowest validation loss are kept in addition to the newest. The default
+    /// is 0. Only checkpoints that were saved right after an evaluation have a validation loss
     /// ([`TrainingLoop`](super::TrainingLoop)).
     pub fn keep_best(self, keep_best: usize) -> Self {
         Self { keep_best, ..self }
@@ -87,7 +87,7 @@ impl RunFolder {
     /// Creates the folder if it is missing, and locks it unless [`Self::open`] has already locked it.
     ///
     /// # Errors
-    /// Returns an error if the folder cannot be created or locked, as [`Self::open`].
+    /// Returns an error if the folder cannot be created, and the errors of [`Self::open`] about the lock.
     pub fn claim(&self) -> Result<(), CheckpointError> {
         if self.lock.get().is_none() {
             let path = self.path.clone();
@@ -97,12 +97,12 @@ impl RunFolder {
         Ok(())
     }
 
-    /// Checks that the folder is still the one that was claimed. After the folder was deleted or moved, further output
-    /// would be lost, or would end up in a folder that another run may use. Ranks other than the first hold no lock,
-    /// and the check always succeeds on them.
+    /// Checks that the folder at this path is still the one that was claimed. If that folder was deleted or moved,
+    /// further output would be lost, or would get into a folder that another run may use. The check always succeeds on
+    /// ranks other than the first, because these hold no lock.
     ///
     /// # Errors
-    /// Returns [`RunError::FolderGone`] if the folder is gone.
+    /// Returns [`RunError::FolderGone`] if the folder was deleted, moved or replaced.
     pub fn check_exists(&self) -> Result<(), RunError> {
         match self.lock.get() {
             Some(lock) if !lock.is_current(&self.path) => Err(RunError::FolderGone { path: self.path.clone() }),
@@ -120,16 +120,17 @@ impl RunFolder {
         &self.checkpoints
     }
 
-    /// Opens the newest sound checkpoint.
+    /// Opens the newest usable checkpoint, which is neither interrupted nor damaged.
     ///
     /// # Errors
-    /// Returns [`RunError::NothingToResume`] if there is none, and an error if the folder cannot be read.
+    /// Returns [`RunError::NothingToResume`] if there are no completed checkpoints. Returns another error if all
+    /// completed checkpoints are damaged, or if the folder cannot be read.
     pub fn newest(&self) -> Result<Checkpoint, RunError> {
         let path = &self.checkpoints;
         Checkpoint::latest(path)?.ok_or_else(|| RunError::NothingToResume { path: path.clone() })
     }
 
-    /// Opens the newest sound checkpoint with at most `steps` steps. Returns `None` if there is none.
+    /// Opens the newest usable checkpoint with at most `steps` steps. Returns `None` if there is no such checkpoint.
     ///
     /// # Errors
     /// Returns an error if the folder cannot be read.
@@ -149,14 +150,14 @@ impl RunFolder {
         Ok(())
     }
 
-    /// Begins a run that is new or continues this folder's own run. A run that continues another run calls
-    /// [`Self::fork`] instead. With several ranks all must call this method; only the first rank changes files. In this
-    /// order:
+    /// Begins a new run, or continues the run of this folder from the checkpoint `from`. To continue a run of another
+    /// folder, call [`Self::fork`] instead. With several ranks, all ranks must call this method, and only the first
+    /// rank changes files. The method does the following, in this order:
     ///
-    /// - If there is a checkpoint, the trainer resumes from it.
+    /// - If `from` is given, the trainer resumes from this checkpoint.
     /// - The folder is locked.
-    /// - If the run is new, an earlier run in the folder is moved away ([`Self::set_aside`]).
-    /// - The memory map and the plan are written, and a summary is printed.
+    /// - If the run is new, the files of an earlier run in the folder are moved into a subfolder ([`Self::set_aside`]).
+    /// - The memory map and the plan are written.
     /// # Errors
     /// Returns the errors of [`Trainer::resume`], [`Self::claim`] and [`Self::set_aside`], and an error if the memory
     /// map or the plan cannot be written.
@@ -164,8 +165,8 @@ impl RunFolder {
         self.start(trainer, from, from.is_none(), console)
     }
 
-    /// Begins a new run that continues from a checkpoint of another run. That other run may be the one that is in this
-    /// folder so far.
+    /// Begins a new run that starts from a checkpoint of another run. The other run may be the one whose files are in
+    /// this folder; these are then moved into a subfolder.
     ///
     /// # Errors
     /// Returns the errors of [`Self::begin`].
@@ -210,9 +211,9 @@ impl RunFolder {
         Ok(())
     }
 
-    /// Moves the files of an earlier run into a new subfolder `earlier.N` and returns its path, or `None` if there is
-    /// no earlier run. The subfolder also gets copies of run.toml and tokenizer.json, so that it is a complete run's
-    /// folder. Call this method only when the new run can no longer fail to start.
+    /// Moves the files of an earlier run into a new subfolder `earlier.N`, and returns the path of the subfolder.
+    /// Returns `None` if there is no earlier run. The subfolder also gets copies of run.toml and tokenizer.json, so
+    /// that it is the complete folder of a run. Call this method only when the new run can no longer fail to start.
     ///
     /// # Errors
     /// Returns an error if a file cannot be moved or copied.
@@ -252,7 +253,7 @@ impl RunFolder {
         Ok(path)
     }
 
-    /// Steps of the checkpoints that are kept for their validation loss.
+    /// Returns the numbers of steps of the checkpoints that are kept for their low validation loss.
     fn best(&self) -> Result<Vec<u64>, CheckpointError> {
         if self.keep_best == 0 {
             return Ok(Vec::new());
@@ -265,7 +266,7 @@ impl RunFolder {
     }
 }
 
-/// The first of the paths `path.FIRST`, `path.FIRST+1`, … that does not exist.
+/// Returns the first of the paths `path.FIRST`, `path.FIRST+1`, … that does not exist.
 pub(super) fn free_name(path: &Path, first: u64) -> PathBuf {
     let numbered = |number| {
         let mut name = path.as_os_str().to_owned();
@@ -276,7 +277,7 @@ pub(super) fn free_name(path: &Path, first: u64) -> PathBuf {
     free.next().expect("numbers do not end")
 }
 
-/// Writes a whole file.
+/// Creates or replaces a file with this text.
 pub(super) fn write(path: &Path, text: &str) -> Result<(), RunError> {
     fs::write(path, text).map_err(|source| RunError::Io { what: format!("cannot write {}", path.display()), source })
 }

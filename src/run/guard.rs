@@ -1,5 +1,5 @@
-//! Protection against loss spikes: steps whose loss or norm is far above the recent ones are skipped, and after too
-//! many of them the run returns to a checkpoint.
+//! Protection against loss spikes: a step is skipped if its loss or gradient norm is far above those of recent steps.
+//! After too many skipped steps in a row, the run returns to a checkpoint.
 
 use std::collections::VecDeque;
 
@@ -7,24 +7,24 @@ use gapless_engine::{SkipThresholds, StepReport};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-/// `[guard]`: the conditions under which a step is skipped. A skipped step changes no parameter and no optimizer state,
-/// and its row in metrics.jsonl says so.
+/// `[guard]`: the conditions under which a step is skipped. A skipped step changes no parameter and no optimizer state.
+/// Its row in metrics.jsonl has `skipped`.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct GuardConfig {
-    /// A step is skipped if its gradient norm exceeds this multiple of the median norm.
+    /// A step is skipped if its gradient norm is more than this multiple of the median norm of recent steps.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub norm: Option<f32>,
-    /// A step is skipped if its loss exceeds the median loss by this amount.
+    /// A step is skipped if its loss exceeds the median loss of recent steps by more than this amount.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub loss: Option<f32>,
-    /// The number of steps over which the medians are computed. Skipped steps are not counted. Until that many steps
-    /// are done, only non-finite steps are skipped.
+    /// The number of recent steps from which the medians are computed. Skipped steps do not count. Until this many
+    /// steps are done, a step is only skipped if its loss or gradient norm is not finite.
     pub window: usize,
     /// The number of skipped steps in a row that end the run or trigger a rollback.
     pub patience: u64,
-    /// The number of times the run may return to the last checkpoint before a series of skipped steps. It then
-    /// continues with data that it has not seen.
+    /// The maximum number of rollbacks. A rollback returns to the last checkpoint from before a series of skipped
+    /// steps, and continues with data that the run has not seen.
     pub rollbacks: u64,
 }
 
@@ -35,7 +35,7 @@ impl Default for GuardConfig {
 }
 
 impl GuardConfig {
-    /// True if any step can be skipped.
+    /// True if these settings allow a step to be skipped.
     pub fn is_on(&self) -> bool {
         self.norm.is_some() || self.loss.is_some()
     }
@@ -51,13 +51,13 @@ pub(super) struct Recent {
     /// Number of rollbacks so far.
     #[serde(default)]
     pub rollbacks: u64,
-    /// The number of batches that were seen before rollbacks. Steps read the data this many batches further on.
+    /// The number of batches that rollbacks have skipped in the data: step n reads batch n + `data_offset`.
     #[serde(default, rename = "ahead")]
     pub data_offset: u64,
 }
 
 impl Recent {
-    /// Limits above which the next step is skipped.
+    /// Returns the thresholds above which the next step is skipped.
     pub fn thresholds(&self, guard: &GuardConfig) -> SkipThresholds {
         if self.losses.len() < guard.window {
             return SkipThresholds::default();
@@ -87,7 +87,8 @@ impl Recent {
     }
 }
 
-/// Returns the median; for an even number of values, the larger of the two in the middle. The values must be finite.
+/// Returns the median of finite values. If their number is even, this is the larger of the two values in the middle.
+/// Without values, returns infinity.
 fn median(values: &VecDeque<f32>) -> f32 {
     let mut sorted: Vec<f32> = values.iter().copied().collect();
     sorted.sort_unstable_by(f32::total_cmp);

@@ -12,12 +12,12 @@ pub struct EvaluationBatch {
     pub tokens: Vec<u32>,
     /// The id that follows each token, or [`IGNORED`].
     pub targets: Vec<u32>,
-    /// For each token, the position in its sequence at which its document begins. Empty if the trainer does not
-    /// separate documents.
+    /// For each token, the position at which the token's document begins, counted from the start of the sequence. Empty
+    /// if the trainer does not separate documents.
     pub starts: Vec<u32>,
 }
 
-/// The loss of some tokens.
+/// The loss of a set of tokens.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct WindowLoss {
     /// Sum of the losses of the targets that count.
@@ -27,13 +27,13 @@ pub struct WindowLoss {
 }
 
 impl WindowLoss {
-    /// Adds the loss of other tokens.
+    /// Returns the loss of these and `other` tokens together.
     #[must_use]
     pub fn with(self, other: Self) -> Self {
         Self { sum: self.sum + other.sum, counted: self.counted + other.counted }
     }
 
-    /// Mean over the targets that count, if there are any.
+    /// Returns the mean over the targets that count, or `None` if no target counts.
     pub fn mean(self) -> Option<f64> {
         (self.counted > 0).then(|| self.sum / self.counted as f64)
     }
@@ -48,18 +48,19 @@ impl EvaluationBatch {
         Self { tokens: vec![0; size], targets: vec![0; size], starts: vec![0; starts] }
     }
 
-    /// Returns the first `windows` windows of the batch, to be filled: tokens, targets and document starts.
+    /// Returns the buffers for the first `windows` windows of the batch, which the caller must fill: tokens, targets
+    /// and document starts.
     pub fn windows(&mut self, windows: usize, sequence: usize) -> [&mut [u32]; 3] {
         let size = windows * sequence;
         let starts = size.min(self.starts.len());
         [&mut self.tokens[..size], &mut self.targets[..size], &mut self.starts[..starts]]
     }
 
-    /// Measures the loss of the first `windows` windows of the batch. The other windows do not change the result, and
-    /// are overwritten:
-    /// - If the trainer separates documents, they are filled with padding.
-    /// - If not, the first windows are repeated as often as they fit, and the first window fills the rest. The loss of
-    ///   the first window is then measured alone and subtracted.
+    /// Measures the loss of the first `windows` windows of the batch. The rest of the batch does not change the result,
+    /// and is overwritten:
+    /// - If the trainer separates documents, the rest is filled with padding.
+    /// - If not, all `windows` windows are repeated as often as they fit as a whole. Copies of the first window fill
+    ///   what remains. Their loss is measured by a second evaluation, and subtracted.
     ///
     /// # Errors
     /// Returns the errors of [`Trainer::evaluate_batch`].
@@ -92,8 +93,8 @@ impl EvaluationBatch {
         trainer.evaluate_batch(&Batch { tokens, targets, starts }).map(f64::from)
     }
 
-    /// Repeats the first `windows` windows as often as they fit as a whole, and fills the rest of the batch with the
-    /// first window.
+    /// Repeats the first `windows` windows as often as they fit as a whole, and fills the rest of the batch with copies
+    /// of the first window.
     fn repeat(&mut self, windows: usize, sequence: usize) {
         for ids in [&mut self.tokens, &mut self.targets] {
             let batch = ids.len() / sequence;
@@ -106,7 +107,8 @@ impl EvaluationBatch {
 }
 
 /// Returns the mean −log p over the targets of all validation windows, without the other terms of a training loss. Up
-/// to rounding, the result does not depend on the batch, the micro-batches or the ranks. `None` if no target counts.
+/// to rounding, the result does not depend on the numbers of sequences, micro-batches or ranks. Returns `None` if no
+/// target counts.
 ///
 /// # Errors
 /// Returns an error if reading fails, and the errors of [`Trainer::evaluate_batch`].

@@ -1,10 +1,11 @@
 //! Building blocks for training programs: run files, run folders, the training loop, reports, signals and console
 //! output.
 //!
-//! In: a folder, and lines and rows of output, and signals. Out: the checkpoints of one run at a time, and an exit code
-//! that says whether any output was lost. A failed write to a console or log never ends a training.
+//! In: a folder, output as lines and rows, and signals. Out: the checkpoints of one run at a time, and an exit code
+//! that shows whether output was lost. A failed write to the console or the log never ends the training.
 //!
-//! [`train`] executes a whole run that a run file ([`RunConfig`]) describes. The parts can also be used on their own:
+//! [`train`] executes a whole run that a run file ([`RunConfig`]) describes. Your own training program can also use the
+//! building blocks:
 //!
 //! ```
 //! use gapless::run::{Console, RunFolder, Stop};

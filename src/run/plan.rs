@@ -18,8 +18,9 @@ impl RunConfig {
         Ok(Trainer::builder(|vb| architecture.model(vb), self.options()).plan_all()?)
     }
 
-    /// Returns the model with the vocabulary size that it will have in the run, as far as this size is known without
-    /// reading the data. A model folder keeps its own vocabulary size.
+    /// Returns the model with the vocabulary size that it will have in the run. A vocabulary that is trained on the
+    /// data is assumed to reach its maximum size. A model folder keeps its own vocabulary size, and so does any model
+    /// if `[data]` does not determine the vocabulary.
     pub fn planned_model(&self) -> Result<ModelConfig, RunError> {
         match (&self.model, &self.data.tokenizer) {
             (ModelConfig::Folder(_), _) => Ok(self.model.clone()),

@@ -14,15 +14,15 @@ pub(super) struct StepRow<'a> {
     routing: Option<Routing>,
 }
 
-/// Statistics by layer, of the layers and tokens of this rank.
+/// Statistics by layer. They cover only the layers and tokens of this rank.
 #[derive(Serialize)]
 struct Routing {
-    /// Load of the busiest expert divided by the mean load, for each layer. Empty if experts choose tokens, since the
-    /// load is then even.
+    /// For each layer, the load of the busiest expert divided by the mean load. Empty if experts choose tokens, because
+    /// the load is then always even.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     expert_load: Vec<f32>,
-    /// Choices that exceeded the capacity, for each layer; if experts choose tokens, the tokens that no expert chose.
-    /// Empty without a capacity.
+    /// For each layer, the number of choices that exceeded the experts' capacity. If experts choose tokens, the number
+    /// of tokens that no expert chose. Empty if the experts have no capacity.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     expert_dropped: Vec<f32>,
 }

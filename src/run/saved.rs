@@ -1,5 +1,5 @@
 //! Compares a checkpoint's settings with those of the program that resumes it. Settings that the program does not give
-//! are taken from the checkpoint. Differences are printed, or are an error.
+//! are taken from the checkpoint. Differences in settings that may change are printed; other differences are an error.
 
 use std::path::Path;
 
@@ -37,11 +37,12 @@ pub fn with_saved<T: Serialize + DeserializeOwned>(
         .map_err(|error| RunError::Changed { path: checkpoint.path().to_owned(), differences: vec![error.to_string()] })
 }
 
-/// Prints the settings that have changed since the checkpoint, and returns an error for changes outside of
-/// `may_change`. Each name in `may_change` stands for a key and all keys below it.
+/// Compares settings with those of a checkpoint. Prints the differences in settings that may change, and returns an
+/// error if other settings differ. Each name in `may_change` stands for a key and for all keys below this key.
 ///
 /// # Errors
-/// Returns [`RunError::Changed`] with each key that must not change and its two values.
+/// Returns [`RunError::Changed`] if a setting outside of `may_change` differs. The error has the key of each such
+/// setting, with its saved and its present value.
 pub fn expect_same(
     checkpoint: &Checkpoint,
     part: &str,
@@ -79,8 +80,9 @@ fn saved_part(checkpoint: &Checkpoint, part: &str) -> Value {
     config().map_or_else(|| saved.clone(), |config| json!(config))
 }
 
-/// Opens the data of a run. A new run prepares the data. A resumed run opens the prepared data that the checkpoint
-/// names (`"data"` of the saved value); the data's hash must equal the checkpoint's (`"data_hash"`).
+/// Opens the data of a run. A new run prepares the data. A resumed run opens the prepared data in the folder that the
+/// checkpoint names (`"data"` of the saved value). The hash of the data must be the one in the checkpoint
+/// (`"data_hash"`).
 ///
 /// # Errors
 /// Returns the errors of [`Dataset::prepare`] and [`Dataset::open_prepared`], and [`RunError::Changed`] if the hash

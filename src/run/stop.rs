@@ -18,13 +18,13 @@ const SIGNALS: [i32; 4] = [SIGINT, SIGTERM, SIGHUP, SIGXCPU];
 #[cfg(not(unix))]
 const SIGNALS: [i32; 2] = [SIGINT, SIGTERM];
 
-/// Signals that arrive within this time count as one: `timeout` and cluster schedulers signal both a process and its
-/// group.
+/// Signals that arrive within this time after the first count as one signal, because `timeout` and cluster schedulers
+/// send a signal to both a process and its group.
 #[cfg(unix)]
 const SAME: Duration = Duration::from_secs(1);
 
-/// Records whether a signal has asked the process to end. The first signal is only recorded. Another signal at least a
-/// second later ends the process at once.
+/// Records whether a signal has asked the process to end. The first signal is only recorded. A further signal ends the
+/// process at once, unless it arrives within a second after the first.
 #[derive(Debug, Clone)]
 pub struct Stop {
     signal: Arc<AtomicUsize>,
@@ -41,8 +41,8 @@ impl Stop {
         let (signal, asked) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicBool::new(false)));
         let heard: Vec<i32> = SIGNALS.into_iter().filter(|&number| !is_ignored(number)).collect();
         for &number in &heard {
-            // SIGXCPU is repeated every second until the hard limit ends the process. The repetitions must not end it
-            // earlier, while it saves.
+            // The system repeats SIGXCPU every second until the hard limit ends the process. These repetitions must not
+            // end the process earlier, because it is saving a checkpoint.
             if !is_time_limit(number) {
                 flag::register_conditional_shutdown(number, 128 + number, asked.clone())?;
             }
@@ -63,12 +63,12 @@ impl Stop {
         Ok(Self { signal })
     }
 
-    /// Returns the signal that has arrived, if any.
+    /// Returns the number of the signal that has arrived, or `None` if no signal has arrived.
     pub fn signal(&self) -> Option<u8> {
         u8::try_from(self.signal.load(Ordering::Relaxed)).ok().filter(|&signal| signal > 0)
     }
 
-    /// The exit code of a process that was stopped by a signal.
+    /// Returns the exit code of a process that was stopped by a signal, or `None` if no signal has arrived.
     pub fn exit_code(&self) -> Option<ExitCode> {
         self.signal().map(|signal| ExitCode::from(128 + signal))
     }

@@ -14,9 +14,9 @@ use super::{Ended, TrainingOutcome};
 pub struct Summary {
     /// Loss of the last step; null if no step was left to do.
     pub final_loss: Option<f32>,
-    /// Validation loss of the last evaluation; null if there was none.
+    /// Validation loss of the last evaluation; null if there was no evaluation.
     pub val_loss: Option<f32>,
-    /// Mean tokens per second of this process, counting only the time of steps.
+    /// Mean tokens per second of this process. Only the time of steps counts.
     pub tokens_per_second: f64,
     /// Number of steps done in total.
     pub steps: u64,
@@ -34,17 +34,17 @@ pub struct Summary {
     pub plan_ms: f64,
     /// Hash of the plan; equal plans have equal hashes.
     pub plan_hash: String,
-    /// The reason for which the run ended.
+    /// The reason why the run ended.
     pub ended: Ended,
-    /// The signal that ended it early, if any.
+    /// The number of the signal that ended the run early; null if no signal arrived.
     pub signal: Option<u8>,
-    /// Subfolder with the trained weights, if the model came from a folder.
+    /// Name of the subfolder with the trained weights. Null if the model did not come from a folder.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub weights: Option<PathBuf>,
 }
 
 impl Summary {
-    /// Summarizes a run that has ended, by itself or by a signal.
+    /// Summarizes a run that has ended. `signal` is the signal that ended the run, or `None`.
     pub fn new(trainer: &Trainer, fitted: &TrainingOutcome, signal: Option<u8>) -> Self {
         let report = trainer.report();
         Self {

@@ -1,5 +1,5 @@
 //! Executes a whole run: reads the data, builds the model, and performs steps, evaluations, samples and checkpoints.
-//! All results are written into the run's folder.
+//! Writes all results into the run's folder.
 
 use std::fs;
 use std::io::Write;
@@ -28,13 +28,13 @@ use super::{
 /// The starting point of a run.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub enum Start {
-    /// Starts from random weights, or from those of `model.folder`.
+    /// Starts from random weights or, if `model.folder` is set, from the weights in that folder.
     #[default]
     Anew,
     /// Continues from the newest checkpoint in the run's own folder.
     Resume,
-    /// Starts from a checkpoint of another run. The path is either a checkpoint, or the folder of a run, whose newest
-    /// checkpoint is used.
+    /// Starts from a checkpoint of another run. The path is either that of a checkpoint, or that of a run's folder,
+    /// whose newest checkpoint is then used.
     Fork(PathBuf),
 }
 
@@ -65,15 +65,15 @@ pub(super) const TOKENIZER: &str = "tokenizer.json";
 /// The state of a run after a step, for progress displays.
 #[derive(Debug, Clone, Copy)]
 pub struct Progress {
-    /// Number of steps done.
+    /// Number of steps done so far.
     pub done: u64,
-    /// Number of steps in total.
+    /// Number of steps of the whole run.
     pub steps: u64,
     /// Loss of the last step.
     pub loss: f32,
     /// Learning rate of the last step.
     pub learning_rate: f64,
-    /// Mean tokens per second of this process, counting only the time of steps.
+    /// Mean tokens per second of this process. Only the time of steps counts.
     pub tokens_per_second: f64,
 }
 
@@ -93,18 +93,19 @@ pub struct Progress {
 /// earlier.1/      an earlier run of this folder, with all of the above; then earlier.2/ and so on
 /// ```
 ///
-/// If the folder has one of these files but was not made by a run, that is an error. `model/` and `adapter/` are
-/// exceptions: if they exist, the trained weights go to `model.1/` and so on.
+/// Returns an error if the folder has one of these files but no run has used the folder. Exceptions are `model/` and
+/// `adapter/`: if such a folder exists, the trained weights are written to `model.1/` and so on.
 ///
-/// A resumed run computes the same bits as an uninterrupted run. A fork is a new run with its own configuration; its
-/// model must have the same parameters. `show` is called after each step. A signal ([`Stop`]) ends the run with a
-/// checkpoint.
+/// A resumed run computes the same bits as an uninterrupted run. A fork is a new run with its own configuration, but
+/// its model must have the parameters of the checkpoint. `show` is called after each step. A signal ([`Stop`]) ends the
+/// run with a checkpoint.
 ///
-/// The ranks of `mesh` are threads of this process. If a launcher such as `mpirun` has started one process per rank,
-/// each rank is a process.
+/// If a launcher such as `mpirun` has started one process per rank of `mesh`, each process runs its rank. Otherwise,
+/// all ranks are threads of this process.
 ///
 /// # Errors
-/// Returns a [`RunError`]. Nothing is written before the trainer exists.
+/// Returns a [`RunError`] if the run ends early. Nothing is written into the folder before the trainer exists, so
+/// errors of the configuration, the data or the plan leave the folder unchanged.
 pub fn train(
     config: &RunConfig,
     out: &Path,
@@ -124,7 +125,7 @@ pub fn train(
         let why = format!("it has {ranks} ranks, but {} processes were started", world.size());
         return Err(ConfigError::value("mesh", why, "start one process, or one for each rank").into());
     }
-    // Only the first rank prints and shows progress.
+    // Only the first rank gets the console and the callback for progress.
     let first = Mutex::new(Some((console, show)));
     let summaries = on_threads(ranks, |world| {
         let first = if world.rank() == 0 { first.lock().unwrap_or_else(PoisonError::into_inner).take() } else { None };
@@ -145,10 +146,10 @@ struct Rank<'a> {
 }
 
 impl<'a> Rank<'a> {
-    /// Executes the whole run on this rank. The first rank locks and writes the folder. It prepares the data before the
-    /// other ranks read the data, so the others find it in the cache.
+    /// Executes the whole run on this rank. Only the first rank locks the folder and writes files. The first rank also
+    /// prepares the data before the other ranks open it, so that they find the tokenized data in the cache.
     fn train(self, mut world: Box<dyn Communicator>, show: impl FnMut(Progress)) -> Result<Summary, RunError> {
-        // Everything that may be refused is checked before the folder is changed.
+        // All checks that may fail come before the first change to the folder.
         let Self { config, out, start, console } = self;
         let is_first = world.rank() == 0;
         let folder = if is_first { RunFolder::open(out)? } else { RunFolder::of_another_rank(out) };
@@ -208,7 +209,8 @@ impl<'a> Rank<'a> {
         let mut summary = Summary::new(&run.trainer, &fitted, stop.signal());
         if is_first {
             let path = out.join("summary.json");
-            // A run that was killed after its last step has no summary yet.
+            // If no step was left to do, the summary of the earlier process is kept. There is none if that process was
+            // killed after its last step.
             let before = fs::read(&path).ok().and_then(|text| serde_json::from_slice::<Value>(&text).ok());
             let before = before.filter(|_| summary.final_loss.is_none() && resumed.is_some());
             if before.is_some() {
@@ -309,10 +311,10 @@ impl<'a> RunInProgress<'a> {
         })
     }
 
-    /// Saves the trained weights of a finished run in a folder that did not exist before, and returns the folder's
-    /// name. A run that fine-tuned a model folder saves a model folder or, with LoRA, an adapter; any other run saves
-    /// nothing and returns `None`. If each rank holds only a part of the model, a trainer of the whole model loads the
-    /// last checkpoint and saves it.
+    /// Saves the weights that a finished run has trained. If the run started from a model folder, saves a new model
+    /// folder or, with LoRA, an adapter, and returns the name of the new folder. Any other run saves nothing and
+    /// returns `None`. If each rank holds only a part of the model, builds a trainer of the whole model, which loads
+    /// the last checkpoint and saves its weights.
     fn export(self, saved: &RunFolder) -> Result<Option<PathBuf>, RunError> {
         let Self { config, out, console, dataset, mut trainer, .. } = self;
         let ModelConfig::Folder(path) = &config.model else { return Ok(None) };
@@ -326,7 +328,7 @@ impl<'a> RunInProgress<'a> {
         }
         let mut to = out.join(if is_lora { "adapter" } else { "model" });
         if fs::symlink_metadata(&to).is_ok() {
-            // The folder may be the one that this run started from, or may be in use.
+            // The existing folder may be in use. It may even be the model folder that this run started from.
             console.say(format_args!("{} exists and is not overwritten", to.display()));
             to = free_name(&to, 1);
         }
@@ -339,11 +341,12 @@ impl<'a> RunInProgress<'a> {
     }
 }
 
-/// True if the run should write its run.toml. If there is a file with the same configuration, returns false, because it
-/// may be the file that the user gave. A file that an earlier run wrote, by [`RunConfig::resolved`], may be replaced.
+/// Returns true if the run should write its run.toml. Returns false if the folder has a run.toml with the same
+/// configuration, because this may be the file that the user gave. A run.toml that an earlier run wrote by
+/// [`RunConfig::resolved`] is replaced.
 ///
 /// # Errors
-/// Returns an error if there is a run.toml with another configuration that no run has written.
+/// Returns an error if the folder has a run.toml with another configuration, and no run has written this file.
 fn may_write_config(config: &RunConfig, out: &Path) -> Result<bool, RunError> {
     let path = out.join(CONFIG);
     if fs::symlink_metadata(&path).is_err() {
@@ -357,10 +360,11 @@ fn may_write_config(config: &RunConfig, out: &Path) -> Result<bool, RunError> {
     }
 }
 
-/// True if the run should write its tokenizer.json; false if the same vocabulary is already there.
+/// Returns true if the run should write its tokenizer.json. Returns false if the folder already has a tokenizer.json
+/// with the same vocabulary.
 ///
 /// # Errors
-/// Returns an error if there is another tokenizer.json in a folder that no run has used.
+/// Returns an error if the folder has a tokenizer.json with another vocabulary, and no run has used the folder.
 fn may_write_vocabulary(vocabulary: &Vocabulary, folder: &RunFolder) -> Result<bool, RunError> {
     let path = folder.path().join(TOKENIZER);
     match fs::symlink_metadata(&path) {
@@ -371,8 +375,8 @@ fn may_write_vocabulary(vocabulary: &Vocabulary, folder: &RunFolder) -> Result<b
     }
 }
 
-/// Returns an error if the data contain token ids that the embedding of a model folder does not have. Prints the parts
-/// of the folder that are unused.
+/// Returns an error if the data contain token ids that the embedding of a model folder does not have. Also prints which
+/// parts of the model folder are unused.
 fn expect_known(dataset: &Dataset, model: &ModelConfig, console: &Console) -> Result<(), RunError> {
     let ModelConfig::Folder(path) = model else { return Ok(()) };
     let config = hf::Config::read(path)?;
@@ -416,7 +420,7 @@ fn sampled(
         return Ok(());
     }
     let sampling = Sampling { seed: config.seed, ..config.sample.sampling() };
-    // A model that was trained on answers ends them with the end-of-text token.
+    // A model that was trained on answers ends each answer with the end-of-text token.
     let stop = vocabulary.end_of_text().filter(|_| config.data.format.has_answers()).into_iter().collect();
     let text = sample(
         trainer,
@@ -437,7 +441,7 @@ fn sampled(
     Ok(())
 }
 
-/// Builds the trainer of a rank. If the run is new and its model comes from a model folder, loads the folder's weights.
+/// Builds the trainer of a rank. If the run is new and its model is a model folder, loads the weights in this folder.
 fn trainer(
     world: Box<dyn Communicator>,
     config: &RunConfig,

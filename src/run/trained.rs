@@ -27,7 +27,7 @@ pub struct TrainedRun {
     pub config: RunConfig,
     /// The vocabulary, which converts text to token ids and back.
     pub vocabulary: Vocabulary,
-    /// The newest checkpoint, or the one that was named.
+    /// The checkpoint that was given to [`Self::open`], or else the newest one.
     pub checkpoint: Checkpoint,
     /// Whether models get the averaged weights (`optimizer.average`) instead of the trained weights.
     pub average: bool,
@@ -39,12 +39,12 @@ impl TrainedRun {
         folder_of(path).is_some()
     }
 
-    /// Opens a run with one of its checkpoints. `path` is either a checkpoint, or the run's folder, whose newest sound
-    /// checkpoint is then used. The folder is not locked, so the run may still be training.
+    /// Opens a run with one of its checkpoints. `path` is either a checkpoint, or the run's folder, whose newest usable
+    /// checkpoint is then opened. The folder is not locked, so the run may still be training.
     ///
     /// # Errors
-    /// Returns an error if there is no run or no checkpoint at the path, or if a tokenizer.json that is needed is
-    /// missing or invalid.
+    /// Returns an error if there is no run or no checkpoint at the path. Also returns an error if the run needs a
+    /// tokenizer.json and this file is missing or invalid.
     pub fn open(path: &Path) -> Result<Self, RunError> {
         let folder = folder_of(path).unwrap_or(path);
         let config = RunConfig::read_without_data(Some(&folder.join(CONFIG)), &[])?;
@@ -53,7 +53,7 @@ impl TrainedRun {
         let vocabulary = match (config.data.vocabulary, &config.model) {
             _ if tokenizer.exists() => Vocabulary::open_with(&tokenizer, &config.data.text_options())?,
             (Some(256), _) => Vocabulary::bytes(),
-            // A run on token ids has no tokenizer.
+            // The data of this run were token ids, so there is no tokenizer.
             (Some(size), _) => Vocabulary::ids(size),
             (None, ModelConfig::Folder(model)) => Vocabulary::ids(Config::read(model)?.vocabulary()),
             (None, _) => Vocabulary::open(&tokenizer)?,
@@ -61,8 +61,8 @@ impl TrainedRun {
         Ok(Self { config, vocabulary, checkpoint, average: false })
     }
 
-    /// Builds the model with its weights on the CPU, for generation. `threads` is the number of threads; 0 uses all
-    /// cores.
+    /// Builds the model on the CPU with the weights of the checkpoint, for generation. `threads` is the number of
+    /// threads; 0 uses all cores.
     ///
     /// # Errors
     /// Returns the errors of [`Self::for_inference`].
@@ -78,7 +78,8 @@ impl TrainedRun {
         })
     }
 
-    /// Builds the model with its weights. `precision` and `trainable` of the options are replaced by the run's.
+    /// Builds the model with the weights of the checkpoint. The options `precision` and `trainable` are replaced by
+    /// those of the run.
     ///
     /// # Errors
     /// Returns the errors of [`TrainerBuilder::build`](gapless_engine::TrainerBuilder::build), [`Trainer::load`] and

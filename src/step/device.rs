@@ -1,7 +1,8 @@
-//! Device profiles: the published peaks of a device, and the fractions of them that a step is assumed to reach.
+//! Device profiles: the published peak rates of a device, and the fractions of these peaks that a step is assumed to
+//! reach.
 //!
 //! Peaks are the vendor's dense peaks (without sparsity) per GPU. The source of each assumed fraction is next to it. A
-//! profile in a TOML file replaces all of these values.
+//! profile in a TOML file has its own values for all of these.
 
 use std::path::Path;
 
@@ -12,8 +13,8 @@ use serde::{Deserialize, Serialize};
 use super::{ConfigError, Precision, machine};
 use crate::run::{EstimateConfig, RunConfig};
 
-/// A device whose speed is assumed by time estimates: one of [`DeviceProfile::known`], `this-machine`, or a TOML file
-/// with these keys.
+/// The device for which time is estimated: one of [`DeviceProfile::known`], `this-machine`, or a TOML file that has
+/// these fields as keys.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct DeviceProfile {
@@ -29,7 +30,7 @@ pub struct DeviceProfile {
     pub products: f64,
     /// Fraction of the peak FLOP/s that attention reaches.
     pub attention: f64,
-    /// Memory bandwidth that operations reach: bytes read and written per second.
+    /// Memory bandwidth that operations reach, in bytes read and written per second.
     pub bytes: f64,
     /// Minimum time of an operation, in seconds.
     pub launch: f64,
@@ -37,11 +38,11 @@ pub struct DeviceProfile {
     pub link: f64,
     /// Seconds until the first byte of a message arrives.
     pub latency: f64,
-    /// Fraction of the collectives over data ranks that overlaps with computation.
+    /// Fraction of the time of collectives over data ranks that is hidden by computation.
     pub overlap: f64,
 }
 
-/// The reason for which there is no such device profile.
+/// The reason why a device profile cannot be found.
 #[derive(Debug, thiserror::Error)]
 pub enum UnknownDevice {
     /// The name is neither a known profile nor a file.
@@ -62,9 +63,9 @@ pub enum UnknownDevice {
 
 const GIB: u64 = 1 << 30;
 
-/// Values that are assumed for every GPU unless its profile has its own: an operation replayed from a CUDA graph takes
-/// at least 2 µs, a message over NVLink begins to arrive after 10 µs and reaches 80 % of the link, and half of the
-/// gradient reduction is hidden.
+/// Values that are assumed for every GPU whose profile has no other value. An operation replayed from a CUDA graph
+/// takes at least 2 µs. A message over NVLink begins to arrive after 10 µs, and reaches 80 % of the link's bandwidth.
+/// Computation hides half of the gradient reduction.
 fn assumed() -> DeviceProfile {
     DeviceProfile {
         name: String::new(),
@@ -82,8 +83,8 @@ fn assumed() -> DeviceProfile {
 }
 
 /// NVIDIA A100 Tensor Core GPU datasheet (2021), 80 GB SXM: 312 TFLOP/s in bf16, 19.5 in f32, 2,039 GB/s, NVLink 600
-/// GB/s both ways together. Large products reach four fifths of the tensor cores' peak; FlashAttention-2 (arXiv
-/// 2307.08691, figures 5 and 6) reaches up to 73 % in the forward and 63 % in the backward.
+/// GB/s as the sum of both directions. Large products reach four fifths of the tensor cores' peak; FlashAttention-2
+/// (arXiv 2307.08691, figures 5 and 6) reaches up to 73 % in the forward and 63 % in the backward.
 fn a100_80() -> DeviceProfile {
     DeviceProfile {
         name: "a100-80".to_owned(),
@@ -98,9 +99,9 @@ fn a100_80() -> DeviceProfile {
     }
 }
 
-/// NVIDIA H100 Tensor Core GPU datasheet (2023), SXM: 989.4 TFLOP/s in bf16, 67 in f32, 3.35 TB/s, NVLink 900 GB/s both
-/// ways together. A large product reaches 770 TFLOP/s and a copy 3.0 TB/s; FlashAttention-3 (arXiv 2407.08608, figures
-/// 5 and 6) reaches up to 75 % in the forward, less in the backward.
+/// NVIDIA H100 Tensor Core GPU datasheet (2023), SXM: 989.4 TFLOP/s in bf16, 67 in f32, 3.35 TB/s, NVLink 900 GB/s as
+/// the sum of both directions. A large product reaches 770 TFLOP/s and a copy 3.0 TB/s; FlashAttention-3 (arXiv
+/// 2407.08608, figures 5 and 6) reaches up to 75 % in the forward, less in the backward.
 fn h100() -> DeviceProfile {
     DeviceProfile {
         name: "h100".to_owned(),
@@ -121,7 +122,7 @@ fn h200() -> DeviceProfile {
 }
 
 /// NVIDIA HGX B200 datasheet (2025), an eighth of the board: 2.25 PFLOP/s in bf16, 75 TFLOP/s in f32, 180 GB of memory
-/// at 7.7 TB/s, NVLink 1.8 TB/s both ways together. The fractions are the general assumptions for every GPU.
+/// at 7.7 TB/s, NVLink 1.8 TB/s as the sum of both directions. The assumed fractions are those for every GPU.
 fn b200() -> DeviceProfile {
     DeviceProfile {
         name: "b200".to_owned(),
@@ -151,11 +152,11 @@ impl DeviceProfile {
         self.name == machine::NAME
     }
 
-    /// Returns the device of a run's `[estimate]`: its profile, with the values of other keys in place of the
-    /// profile's.
+    /// Returns the device that a run's `[estimate]` describes. It is the profile that `[estimate]` names, with the
+    /// values of the table's other keys in place of the profile's values.
     ///
     /// # Errors
-    /// Returns a [`ConfigError::Value`] if there is no such profile, or a value is not above 0.
+    /// Returns a [`ConfigError::Value`] if there is no such profile, or if a value is not above 0.
     pub fn of(run: &RunConfig) -> Result<Self, ConfigError> {
         let EstimateConfig { profile, tflops, terabytes, .. } = &run.estimate;
         let mut device = Self::find(profile)
@@ -174,11 +175,11 @@ impl DeviceProfile {
         Ok(device)
     }
 
-    /// Returns the known profile with this name, or this machine's profile for `this-machine`, or the profile in the file
-    /// with this path.
+    /// Returns a device profile. `name` is the name of a known profile, or `this-machine`, or the path of a file with a
+    /// profile.
     ///
     /// # Errors
-    /// Returns an [`UnknownDevice`] if there is neither such a profile nor a valid file.
+    /// Returns an [`UnknownDevice`] if `name` is neither the name of a profile nor the path of a valid file.
     pub fn find(name: &str) -> Result<Self, UnknownDevice> {
         if let Some(known) = Self::known().into_iter().find(|known| known.name == name) {
             return Ok(known);
@@ -205,7 +206,7 @@ impl DeviceProfile {
         Rates { flops: reached * self.peak(precision), bytes: self.bytes }
     }
 
-    /// Sets the FLOP/s that products reach, in both precisions.
+    /// Sets the FLOP/s that products reach, both in f32 and in bf16.
     pub(super) fn set_flops(&mut self, flops: f64) {
         (self.f32_flops, self.bf16_flops) = (flops / self.products, flops / self.products);
     }
@@ -226,14 +227,14 @@ pub trait CostModel {
     /// Returns the nanoseconds until a message of `bytes` bytes has reached a neighbor.
     fn transfer(&self, bytes: u64) -> u64;
 
-    /// Returns the nanoseconds of a collective for which a rank sends `bytes` bytes, without the part that is hidden by
-    /// computation. `can_hide` is true for gradients and parameters. It is false for experts' rows, for which the next
-    /// operation waits.
+    /// Returns the nanoseconds of a collective for which a rank sends `bytes` bytes. If `can_hide` is true, as for
+    /// gradients and parameters, the part that computation hides is left out. It is false for the rows of experts,
+    /// because the next operation waits for these rows.
     fn collective(&self, bytes: f64, can_hide: bool) -> u64;
 }
 
 impl CostModel for DeviceProfile {
-    /// Returns the longest of three times: for arithmetic, for memory traffic and for the launch.
+    /// Returns the longest of three times: the time of the arithmetic, of the memory traffic, and of the launch.
     fn nanoseconds(&self, instr: &Instr, precision: Precision) -> u64 {
         let InstrKind::Compute(op) = &instr.kind else { return 0 };
         instr.nanoseconds(&self.rates_of(op.name(), precision)).max((self.launch * 1e9) as u64)

@@ -1,18 +1,19 @@
-//! Rules of thumb for training memory, with which a plan is compared.
+//! Rules of thumb for the memory that training takes. Reports compare plans with them.
 
 use gapless_models::hf::Architecture;
 
 use super::{Precision, Step};
 
-/// Estimated bytes of the fullest rank.
+/// Two estimates of the bytes that the fullest rank takes.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Estimate {
     /// Bytes of parameters, gradients, masters and moments for a rank's equal share of the model, without activations.
-    /// In bf16 with f32 masters this is 18 bytes per parameter: the 16 bytes of ZeRO (arXiv 1910.02054, section 3.1),
-    /// and 2 more because gradients are f32.
+    /// In bf16 with f32 masters, this is 18 bytes per parameter. ZeRO (arXiv 1910.02054, section 3.1) counts 16 bytes;
+    /// the other 2 are because gradients are f32 here.
     pub bytes_per_parameter: f64,
-    /// The result of Megatron-LM's `theoretical_memory_usage.py`: the same kinds of bytes for the first stage with its
-    /// embedding, and activations by arXiv 2205.05198, table 2, with selective recomputation.
+    /// The result of Megatron-LM's `theoretical_memory_usage.py`. This is the bytes of parameters, gradients, masters
+    /// and moments for the first stage with its embedding, plus activations by arXiv 2205.05198, table 2, with
+    /// selective recomputation.
     pub megatron: f64,
 }
 
@@ -76,20 +77,20 @@ impl Extents {
     }
 }
 
-/// Computes both estimates for a step of a model with `parameters` parameters.
+/// Computes the estimates for a step of a model with `parameters` parameters.
 pub fn estimate(step: &Step, parameters: u64) -> Estimate {
     let extents = Extents::of(step.architecture());
     let options = &step.options;
     let [stages, data, micro_batches, chunks] =
         [options.mesh.pipeline, options.mesh.data, options.micro_batches, options.pipeline.chunks].map(|n| n as f64);
     let per_parameter = match step.precision() {
-        // Parameter, gradient and two moments, all in one type.
+        // Parameter, gradient and two moments, which all have the same type.
         Precision::F32 => 16.0,
         Precision::PureBf16 => 8.0,
         Precision::Bf16 if data > 1.0 => 6.0 + 12.0 / data,
         Precision::Bf16 => 18.0,
     };
-    // The fullest rank has an equal share of the layers, and the embedding.
+    // The fullest rank has an equal share of the layers, and also the embedding.
     let table = extents.width * extents.vocabulary;
     let head = if stages == 1.0 && !extents.is_tied { table } else { 0.0 };
     let first = extents.parameters_in_layers() / stages + table + head;

@@ -1,8 +1,8 @@
 //! Estimates a step's time on this machine's CPU by timing each operation alone.
 //!
-//! In: instructions of programs for the CPU. Out: their nanoseconds. Each operation is measured once per process, on
-//! separate operands, while all ranks of the step run the same operation. No whole step is run. If the amount of work
-//! depends on data (the rows of experts), an operation is timed at the sizes in the program.
+//! In: instructions of programs for the CPU. Out: their nanoseconds. Each operation is measured once per process, while
+//! all ranks of the step run the same operation at the same time. Each rank has its own operands. No whole step is run.
+//! If the amount of work depends on data (the rows of experts), an operation is timed at the sizes in the program.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Mutex, OnceLock, PoisonError};
@@ -26,7 +26,7 @@ use rayon::prelude::*;
 
 use super::{CostModel, DeviceProfile, Precision};
 
-/// Measured runs of each operation; the median counts.
+/// Number of measured runs of each operation. The result is their median.
 const ROUNDS: usize = 5;
 /// Maximum number of copies of an operation in one measured run.
 const MAX_COPIES: u64 = 48;
@@ -40,7 +40,7 @@ pub struct ThisMachine {
 }
 
 /// Measured nanoseconds by ranks, threads, copies and operation. The lock is held during a measurement, so only one
-/// runs at a time.
+/// measurement runs at a time.
 static MEASURED: Mutex<BTreeMap<(usize, usize, u64, String), u64>> = Mutex::new(BTreeMap::new());
 
 /// Cost of a message from one thread to another.
@@ -53,21 +53,21 @@ struct Link {
 }
 
 impl ThisMachine {
-    /// Creates the model of a machine on which `ranks` ranks compute at the same time, with `threads` threads each (0
-    /// for all cores). `footprint` is the size of their arenas in bytes; it decides whether an operation finds its
-    /// operands in the caches or in memory.
+    /// Creates the model of a machine on which `ranks` ranks compute at the same time. Each rank has `threads` threads;
+    /// 0 uses all cores. `footprint` is the size of the ranks' arenas in bytes. It decides whether an operation finds
+    /// its operands in the caches or in memory.
     pub fn new(ranks: usize, threads: usize, footprint: u64) -> Self {
         Self { ranks: ranks.max(1), threads: resolve_threads(threads), footprint }
     }
 
-    /// Returns the number of copies of an operation that are run in a row, each on separate operands. Between two uses
-    /// of the same operands, half an arena is touched, as on average in a step.
+    /// Returns the number of copies of an operation that are run in a row, each on its own operands. The number is
+    /// chosen such that half an arena is touched between two uses of the same operands, as on average in a step.
     fn copies(&self, instr: &Instr) -> u64 {
         let bytes: u64 = buffers(instr).into_values().map(|(bytes, _)| bytes).sum();
         (self.footprint / 2 / bytes.max(1)).clamp(1, MAX_COPIES)
     }
 
-    /// Times an operation. Returns the mean time of the ranks, which run the operation at the same time.
+    /// Times an operation while all ranks run it at the same time. Returns the mean over the ranks, in nanoseconds.
     fn measured(&self, instr: &Instr, copies: u64) -> Result<u64, TrainError> {
         let rank = |mut world: Box<dyn Communicator>| -> Result<u64, TrainError> {
             let mut session = self.session(instr, copies)?;
@@ -132,8 +132,8 @@ impl CostModel for ThisMachine {
 /// Name of the device that [`profile`] returns.
 pub(super) const NAME: &str = "this-machine";
 
-/// Returns this machine as a device profile: its free memory, and the rates of large products and copies, which are
-/// measured on first use.
+/// Returns this machine as a device profile, with its free memory and with the rates of large products and copies.
+/// These rates are measured on first use.
 pub(super) fn profile() -> DeviceProfile {
     static PROFILE: OnceLock<DeviceProfile> = OnceLock::new();
     let measured = || {
@@ -189,7 +189,7 @@ fn bytes_per_second() -> f64 {
 }
 
 impl Link {
-    /// The link, measured on first use.
+    /// Returns the link between two threads, which is measured on first use.
     fn known() -> Self {
         static LINK: OnceLock<Link> = OnceLock::new();
         *LINK.get_or_init(Self::measured)
@@ -199,8 +199,8 @@ impl Link {
         (self.latency + self.byte * bytes) as u64
     }
 
-    /// Measures messages from one thread to another and back. If two threads cannot be started, logs a warning and
-    /// returns a link without cost.
+    /// Measures messages from one thread to another and back. If the measurement fails, logs a warning and returns a
+    /// link without cost.
     fn measured() -> Self {
         const LARGE: usize = 4 << 20;
         let there_and_back = |bytes: usize| {
@@ -238,7 +238,7 @@ fn nanoseconds(time: Duration) -> u64 {
     u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
 }
 
-/// Size in bytes and element type of each buffer that an operation reads or writes.
+/// Returns the size in bytes and the element type of each buffer that an operation reads or writes.
 fn buffers(instr: &Instr) -> HashMap<BufferId, (u64, DType)> {
     let mut buffers = HashMap::new();
     for operand in instr.inputs.iter().chain(&instr.outputs) {
@@ -249,7 +249,7 @@ fn buffers(instr: &Instr) -> HashMap<BufferId, (u64, DType)> {
     buffers
 }
 
-/// Adds a copy of an operation, with buffers of its own that hold values of ordinary magnitude.
+/// Adds a copy of an operation to a program. The copy has its own buffers, which hold values of ordinary magnitude.
 fn add_copy(program: &mut Program, instr: &Instr, copy: u64, threads: usize) {
     let InstrKind::Compute(op) = &instr.kind else { return };
     let mut own = HashMap::new();
@@ -258,7 +258,7 @@ fn add_copy(program: &mut Program, instr: &Instr, copy: u64, threads: usize) {
         let elements = bytes as usize / dtype.size_in_bytes();
         let init = if dtype.is_float() { Init::Uniform { lo: 0.25, up: 0.75 } } else { Init::Const(0.0) };
         let kind = match dtype {
-            // Sums, which only the program itself writes.
+            // Buffers of f64 are sums, which only the program itself writes.
             DType::F64 => BufferKind::Input,
             _ => BufferKind::Persistent {
                 fill: Initializer { init, name: name.clone(), first: 0, given: None },
@@ -305,7 +305,7 @@ mod tests {
     use crate::run::RunConfig;
     use crate::step::Step;
 
-    /// Covers f32, bf16 with its scratch, and operations that overwrite an input or add to an output.
+    /// Covers f32, bf16 with its scratch memory, and operations that overwrite an input or add to an output.
     #[test]
     fn every_operation_of_a_step_can_be_run_alone() {
         for keys in [

@@ -1,9 +1,9 @@
 //! A single training step, described by the keys of a run file. `gapless plan`, `compare`, `schedule` and `sweep` are
 //! built on it.
 //!
-//! In: a run file or flags with the same keys ([`RunConfig`](crate::run::RunConfig)); its data and weights need not
-//! exist. Out: a [`Step`], which gives the programs of every pipeline rank, their plans, and the time of every action
-//! on a [`DeviceProfile`] ([`Timing`]). It loads no weights, opens no device and reserves no arena.
+//! In: a run file, or flags with the same keys ([`RunConfig`](crate::run::RunConfig)). The data and weights of the run
+//! need not exist. Out: a [`Step`], which gives the programs of every pipeline rank, their plans, and the time of every
+//! action on a [`DeviceProfile`] ([`Timing`]). A step loads no weights, opens no device and reserves no arena.
 //!
 //! ```
 //! use gapless::run::RunConfig;

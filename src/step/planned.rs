@@ -16,9 +16,9 @@ use crate::run::{ConfigError, Lowering, ModelConfig, Rule, RunConfig};
 /// A training step that can be recorded, compiled, planned and timed.
 #[derive(Debug, Clone)]
 pub struct Step {
-    /// The description of the step.
+    /// The options of the step.
     pub options: StepOptions,
-    /// The device that time is estimated for.
+    /// The device for which time is estimated.
     pub device: DeviceProfile,
     /// The source of the tensor lifetimes.
     pub lowering: Lowering,
@@ -34,7 +34,7 @@ pub struct Step {
 }
 
 impl Step {
-    /// Creates the step of a run. Its data and weights need not exist.
+    /// Creates the step of a run. The data and weights of the run need not exist.
     ///
     /// # Errors
     /// Returns a [`ConfigError::Value`] that names the key of the first invalid value.
@@ -84,12 +84,12 @@ impl Step {
         &self.architecture
     }
 
-    /// Notices about settings of the model's config.json that are ignored.
+    /// Returns notices about settings in the model's config.json that are ignored.
     pub fn notices(&self) -> Vec<String> {
         self.config.as_ref().map_or_else(Vec::new, Config::notices)
     }
 
-    /// A key for the graph: steps with equal keys have equal graphs.
+    /// Returns a key for the step's graph. Steps with equal keys have equal graphs.
     pub fn graph_key(&self) -> String {
         format!("{:?} {}", self.architecture, StepGraph::key(&self.options))
     }
@@ -159,7 +159,8 @@ impl Step {
         Ok(compile(std::slice::from_ref(program), &self.options.planning())?)
     }
 
-    /// Returns the same step with this memory budget. If `budget` is `None`, the step has no budget and no recomputation.
+    /// Returns a copy of the step with this memory budget. If `budget` is `None`, the copy has neither a budget nor
+    /// recomputation.
     pub fn within(&self, budget: Option<u64>) -> Self {
         let mut step = self.clone();
         (step.options.memory.budget, step.options.memory.recompute) = (budget, Recompute::None);
@@ -171,7 +172,7 @@ fn read(path: &Path) -> Result<Config, ConfigError> {
     Config::read(path).map_err(|why| ConfigError::value("model", why, "name a folder with a config.json"))
 }
 
-/// Checks that the settings can be lowered as an eager framework does.
+/// Checks that the step can be lowered as an eager framework would run it, if `lowering` asks for this.
 fn check_lowering(run: &RunConfig) -> Result<(), ConfigError> {
     let remedy = "leave estimate.lowering out, or the other key";
     let refuse = |key, why| Err(ConfigError::value(key, format!("{why} for eager frameworks"), remedy));
@@ -187,7 +188,7 @@ fn check_lowering(run: &RunConfig) -> Result<(), ConfigError> {
     }
 }
 
-/// Parses a list of ranks, or `all`.
+/// Parses a list of ranks separated by commas, or the word `all`. The parameter `all` is the number of ranks.
 fn ranks(text: &str, all: usize) -> Result<Vec<usize>, ConfigError> {
     if text == "all" {
         return Ok((0..all).collect());

@@ -1,11 +1,11 @@
 //! Estimates a step on a GPU kernel by kernel, without a GPU: launches, arithmetic, memory traffic, and a lower bound
 //! of the time.
 //!
-//! In: a planned rank of a step, lowered for CUDA. Out: rows, each for the instructions that launch the same kernels.
-//! The model is the roofline (Williams, Waterman and Patterson 2009, "Roofline: an insightful visual performance
-//! model"), at the rates of a [`DeviceProfile`](super::DeviceProfile). A launch takes the longest of three times: that
-//! of its arithmetic, of its memory traffic and of the launch itself. The model ignores caches, and changes of the
-//! clock rate under load.
+//! In: a planned rank of a step, lowered for CUDA. Out: a list of rows. Each row is for all instructions that launch
+//! the same kernels. The model is the roofline (Williams, Waterman and Patterson 2009, "Roofline: an insightful visual
+//! performance model"), at the rates of a [`DeviceProfile`](super::DeviceProfile). A launch takes the longest of three
+//! times: the time of its arithmetic, of its memory traffic, and of the launch itself. The model ignores caches, and
+//! ignores that the clock rate changes under load.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -35,7 +35,7 @@ pub enum Bound {
 pub struct RooflineRow {
     /// Name of the operation.
     pub operation: String,
-    /// Names of the kernels that each instruction launches; products have their sizes in the name.
+    /// Names of the kernels that each instruction launches. The name of a product contains its sizes.
     pub kernels: Vec<String>,
     /// Number of instructions.
     pub count: usize,
@@ -47,7 +47,7 @@ pub struct RooflineRow {
     pub bytes: u64,
     /// Estimated time of all these instructions.
     pub milliseconds: f64,
-    /// The resource that limits them.
+    /// The resource that limits these instructions.
     pub bound: Bound,
 }
 
@@ -66,7 +66,7 @@ pub struct Roofline {
     pub other_bytes: u64,
     /// Estimated time, without messages to other ranks.
     pub milliseconds: f64,
-    /// Rows by kernels, the longest first.
+    /// One row for each group of kernels, sorted by time, the longest first.
     pub rows: Vec<RooflineRow>,
 }
 
@@ -107,7 +107,8 @@ impl Step {
     }
 }
 
-/// Returns the time of an instruction's launches, and the resource that determines the longest of them.
+/// Returns the time of an instruction's launches in seconds, and the resource that limits the longest of these
+/// launches.
 fn seconds(work: &Work, device: &DeviceProfile, precision: Precision) -> (f64, Bound) {
     let rates = device.rates_of(work.operation, precision);
     let of_launch = |launch: &LaunchWork| {
@@ -178,9 +179,10 @@ mod tests {
     use crate::run::RunConfig;
     use crate::step::Step;
 
-    /// Launches and memory traffic besides products and attention of GPT-2 124M, 16 sequences of 1024, when they were
-    /// first listed. The traffic is the 10.75 GB of a later version with 446 launches, plus 36 copies of 16384 × 768
-    /// bf16 elements, each read and written.
+    /// The launches and bytes of GPT-2 124M with 16 sequences of 1024 tokens, when they were first listed. The bytes
+    /// are those that everything except products and attention reads and writes. They are computed from a later version
+    /// with 446 launches, which had 10.75 GB. The first version had 36 more copies of 16384 × 768 bf16 elements, each
+    /// of which was read and written.
     const AT_FIRST: (usize, u64) = (507, 10_746_000_000 + 36 * 2 * 2 * 16_384 * 768);
 
     #[test]
@@ -200,8 +202,9 @@ mod tests {
         assert!(roofline.milliseconds <= 32.0, "{roofline}");
     }
 
-    /// If an extent or a pitch is not a multiple of 8 elements, the library falls back to slow kernels. Only the named
-    /// products may have such extents: those of a vocabulary's last entries, and of a LoRA whose rank is below 8.
+    /// If an extent or a pitch of a product is not a multiple of 8 elements, the library falls back to slow kernels.
+    /// Only two kinds of products may have such extents: those of the last entries of a vocabulary, and those of a LoRA
+    /// whose rank is below 8.
     #[test]
     fn products_are_aligned() {
         const LLAMA: &str =

@@ -1,10 +1,10 @@
-//! Sketches a whole step from two of its micro-batches: the step's time, and its *sure bytes*, which are certainly
-//! alive at once.
+//! Estimates a whole step from two of its micro-batches. A sketch gives the step's time, and its *sure bytes*, which
+//! are certainly alive at the same time.
 //!
-//! In: the graph of a step. Out: the time of each action of each stage, and the bytes that the action keeps. They come
-//! from programs that run two micro-batches one after the other. A sketch is valid for all schedules that assign the
-//! same stages to the same ranks and split the same backwards. Steps with a budget have no sketch, because the sketch
-//! would require the search for their recomputation.
+//! In: the graph of a step. Out: the time of each action of each stage, and the bytes that the action keeps. Times and
+//! bytes are taken from programs that run two micro-batches, one after the other. A sketch is valid for all schedules
+//! that assign the same stages to the same ranks and split the same backwards. Steps with a budget have no sketch,
+//! because the sketch would require the search for their recomputation.
 
 use std::collections::{BTreeSet, HashMap};
 use std::convert::Infallible;
@@ -19,12 +19,12 @@ use gapless_parallel::{Action, Kind, MicroBatch, StageId};
 use super::timing::ActionDurations;
 use super::{Step, Timing, TimingError};
 
-/// The properties of a schedule that decide a sketch.
+/// The properties of a schedule on which a sketch depends.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct SketchKey {
     /// Stages of each rank, in ascending order.
     stages: Vec<Vec<u32>>,
-    /// Whether the schedule has split backwards, and whether it has whole ones.
+    /// Whether the schedule has split backwards, and whether it has whole backwards.
     kinds: [bool; 2],
 }
 
@@ -35,7 +35,7 @@ type ActionKind = (Kind, StageId);
 #[derive(Debug, Clone)]
 pub struct Sketch {
     once: Variant,
-    /// The same data for the variant in which all values that a split backward recomputes for the input gradients are
+    /// Times and bytes of a second variant: all values that a split backward recomputes for the input gradients are
     /// recomputed again for the weight gradients. `None` if the recompute policy does not allow this variant.
     twice: Option<Variant>,
 }
@@ -58,7 +58,7 @@ struct KeptBytes {
 }
 
 impl Step {
-    /// Returns the key of the step's sketch, or `None` if the step has no sketch.
+    /// Returns the key of the step's sketch, or `None` if the step has no sketch because it has a budget.
     ///
     /// # Errors
     /// Returns an error if the schedule does not exist for the step's shape.
@@ -78,7 +78,7 @@ impl Step {
         Ok(Some(SketchKey { stages: table.iter().map(of_row).collect(), kinds }))
     }
 
-    /// Sketches the step from two of its micro-batches.
+    /// Computes a sketch of the step from two of its micro-batches.
     ///
     /// # Errors
     /// Returns the errors of [`Self::program`].
@@ -114,8 +114,9 @@ impl Step {
         let table = self.options.pipeline.schedule.actions(&self.shape())?;
         let mut measured = sketch.once.measured.clone();
         for (rank, row) in table.iter().enumerate() {
-            // If recomputing twice saves less than a hundredth, the compiled step depends on buffers within an action,
-            // which a sketch does not know. The faster variant is assumed then.
+            // If recomputing twice saves less than a hundredth of the bytes, the compiler's choice depends on buffers
+            // within an action, about which a sketch has no data. The sketch then assumes the faster variant, which
+            // recomputes once.
             let (twice, least) = sketch.stages_that_recompute_twice(rank, row);
             let once = sketch.once.ranks[rank].most(row);
             if least < once - once / 100 {
@@ -125,9 +126,9 @@ impl Step {
         self.simulated(measured)
     }
 
-    /// Returns the sure bytes of each rank, a lower bound of the bytes alive at once. They include parameters and
-    /// states, the bytes that micro-batches keep from one action to another, and sums of gradients. They do not include
-    /// bytes that live only within an action.
+    /// Returns the sure bytes of each rank, which are a lower bound of its peak of live bytes. Sure bytes include
+    /// parameters and states, the bytes that micro-batches keep from one action to another, and sums of gradients. They
+    /// do not include bytes that live only within an action.
     ///
     /// # Errors
     /// Returns an error if the schedule does not exist for the step's shape.
@@ -151,15 +152,16 @@ fn one_after_another(stages: &[u32], last: u32, split: bool) -> Vec<Action> {
 }
 
 impl Sketch {
-    /// Adds the actions of another sketch, whose backwards are split if these are whole, and the other way round.
+    /// Adds the actions of another sketch. This sketch must have split backwards, and the other one whole backwards.
     fn join(&mut self, other: Self) {
         // Whole backwards have only one variant.
         self.twice.iter_mut().for_each(|twice| twice.join(other.once.clone()));
         self.once.join(other.once);
     }
 
-    /// Returns the stages of a rank that recompute in both halves of a split backward, and the peak bytes with this
-    /// choice. The compiler makes the same choice, but counts all bytes, not only those of the sketch.
+    /// Chooses the stages of a rank that recompute in both halves of a split backward. Returns these stages, and the
+    /// peak bytes with this choice. The compiler chooses in the same way, but counts all bytes, not only those of the
+    /// sketch.
     fn stages_that_recompute_twice(&self, rank: usize, row: &[Action]) -> (BTreeSet<StageId>, u64) {
         let split = row.iter().filter(|action| self.twice.is_some() && action.kind == Kind::BackwardInput);
         let all = split.map(|action| action.stage).collect();
@@ -168,7 +170,7 @@ impl Sketch {
         found
     }
 
-    /// The bytes that a rank keeps if these stages recompute in both halves.
+    /// Returns the bytes that a rank keeps if the stages `twice` recompute in both halves of the backward.
     fn kept(&self, rank: usize, twice: &BTreeSet<StageId>) -> KeptBytes {
         let mut kept = self.once.ranks[rank].clone();
         if let Some(other) = self.twice.as_ref().filter(|_| !twice.is_empty()) {
@@ -179,7 +181,7 @@ impl Sketch {
         kept
     }
 
-    /// Replaces the times of these stages by those of the variant that recomputes twice.
+    /// Replaces the times of these stages by the times of the variant that recomputes twice.
     fn use_twice(&self, stages: &BTreeSet<StageId>, measured: &mut ActionDurations) {
         let Some(Variant { measured: twice, .. }) = &self.twice else { return };
         for (mine, other) in [(&mut measured.actions, &twice.actions), (&mut measured.recomputed, &twice.recomputed)] {
@@ -196,8 +198,8 @@ impl Variant {
         for (mine, theirs) in self.ranks.iter_mut().zip(other.ranks) {
             mine.always = mine.always.min(theirs.always);
             mine.each.extend(theirs.each);
-            // If both kinds of backward add to a sum, its lifetime is not known. It is left out, which keeps the bound
-            // valid.
+            // If both kinds of backward add to a sum, the lifetime of the sum is not known. So the sum is left out, and
+            // the sure bytes stay a lower bound.
             mine.sums.clear();
         }
     }
@@ -241,7 +243,7 @@ impl KeptBytes {
         kept
     }
 
-    /// The peak of the bytes that are alive between two actions of a row.
+    /// Returns the peak of the bytes that are alive between two adjacent actions of a row.
     fn most(&self, row: &[Action]) -> u64 {
         let at: HashMap<Action, usize> = row.iter().enumerate().map(|(index, &action)| (action, index)).collect();
         // Bytes allocated in each action, and bytes freed in it.

@@ -1,8 +1,8 @@
 //! Simulates when each action of a step happens on a device.
 //!
 //! In: the programs of all pipeline ranks, and a device. Out: the timeline of `parallel`'s simulator in nanoseconds.
-//! Messages between stages occupy the link, not the ranks. Collectives over data ranks are partly hidden by
-//! computation; the exchange of experts' rows is not.
+//! Messages between stages occupy the link, not the ranks. Computation hides a part of the collectives over data ranks,
+//! but no part of the exchange of experts' rows.
 
 use std::collections::HashMap;
 
@@ -23,13 +23,13 @@ pub struct Timing {
     /// Costs of each stage in nanoseconds: the means over its actions. A backward that is not split counts as
     /// `backward_input`.
     pub stages: Vec<Costs>,
-    /// Nanoseconds of what each rank does once per step.
+    /// By rank, the nanoseconds of the work that the rank does once per step.
     pub updates: Vec<u64>,
     /// Nanoseconds that each rank spends on recomputation.
     pub recomputed: Vec<u64>,
 }
 
-/// The reason for which there is no timeline.
+/// The reason why a step cannot be simulated.
 #[derive(Debug, thiserror::Error)]
 pub enum TimingError {
     /// The schedule does not exist for the step's shape.
@@ -41,7 +41,7 @@ pub enum TimingError {
 }
 
 impl Timing {
-    /// Time from the first start to the last end.
+    /// Returns the time from the start of the first action to the end of the last.
     pub fn nanoseconds(&self) -> u64 {
         self.timeline.makespan()
     }
@@ -80,8 +80,8 @@ impl Step {
         }
     }
 
-    /// Returns the cost model that measures on this machine if the step's device is `this-machine`, and `None`
-    /// otherwise. The ranks share the machine's cores.
+    /// If the step's device is `this-machine`, returns the cost model that measures operations on this machine, whose
+    /// cores the ranks share. Otherwise returns `None`.
     fn machine(&self, programs: &[Program]) -> Option<ThisMachine> {
         if !self.device.is_measured() {
             return None;
@@ -128,9 +128,10 @@ pub(super) struct ActionDurations {
     pub actions: HashMap<Action, u64>,
     pub transfers: HashMap<Action, u64>,
     pub updates: Vec<u64>,
-    /// Time of each action that is spent on recomputation.
+    /// For each action, the part of its time that is spent on recomputation.
     pub recomputed: HashMap<Action, u64>,
-    /// The micro-batch whose durations apply to all, if only one is known.
+    /// If the durations of only one micro-batch are known, this micro-batch. Its durations then apply to all
+    /// micro-batches.
     pub all_as: Option<MicroBatch>,
 }
 
@@ -143,7 +144,8 @@ impl Durations for ActionDurations {
         self.transfers.get(&self.representative_of(from)).copied().unwrap_or(0)
     }
 
-    /// `rank` is a rank's number: each rank has one update.
+    /// Returns the duration of a rank's update. `rank` holds the number of the rank, because each rank has one update
+    /// for all of its stages.
     fn update(&self, rank: StageId) -> u64 {
         self.updates.get(rank.0 as usize).copied().unwrap_or(0)
     }
@@ -178,7 +180,8 @@ impl ActionDurations {
                     again += if instr.rematerialized { here } else { 0 };
                 }
                 match part.action {
-                    // An action may have several parts: instructions that moved into it split it.
+                    // An action may have several parts, because other instructions were moved into the middle of the
+                    // action.
                     Some(action) => {
                         *measured.actions.entry(action).or_default() += time;
                         *measured.recomputed.entry(action).or_default() += again;
@@ -195,7 +198,7 @@ impl ActionDurations {
         measured
     }
 
-    /// Costs of a stage: the means over its actions.
+    /// Returns the costs of a stage, which are the means over its actions.
     fn mean(&self, stage: StageId) -> Costs {
         let mean_of = |kind, map: &HashMap<Action, u64>| {
             let is_it = |action: &Action| {
@@ -226,7 +229,8 @@ struct Known(HashMap<(usize, u64, bool), u64>);
 impl Known {
     fn nanoseconds(&mut self, instr: &Instr, device: &dyn CostModel, precision: Precision) -> u64 {
         let InstrKind::Compute(op) = &instr.kind else { return 0 };
-        // A node's instructions share one operation. Instructions that lowering adds have no node, and are not cached.
+        // All instructions of a node have the same operation. Instructions that lowering has added have no node, and
+        // their times are not cached.
         let Some(node) = instr.node else { return device.nanoseconds(instr, precision) };
         let address = std::sync::Arc::as_ptr(op).cast::<()>() as usize;
         let key = (address, node.index() as u64, instr.predicate.is_some());
@@ -234,8 +238,8 @@ impl Known {
     }
 }
 
-/// Returns the bytes of these tensors. If the number of routed rows is only known at run time, the balanced number is
-/// used.
+/// Returns the bytes of these tensors. If the number of routed rows is only known at run time, balanced routing is
+/// assumed.
 fn bytes(program: &Program, operands: &[Operand]) -> u64 {
     let bytes_of = |operand: &Operand| {
         let buffer = &program.buffers[operand.buffer.index()];
@@ -245,7 +249,7 @@ fn bytes(program: &Program, operands: &[Operand]) -> u64 {
     operands.iter().map(bytes_of).sum()
 }
 
-/// Returns the time of a collective that is not hidden by computation, assuming ring algorithms as in NCCL's
+/// Returns the part of a collective's time that computation does not hide. Ring algorithms are assumed, as in NCCL's
 /// documentation.
 fn collective_nanoseconds(
     program: &Program,

@@ -1,9 +1,9 @@
-//! Computes the rows of configurations. All configurations get a time and sure bytes. Only those that fit and can
-//! influence the results are planned and replayed through the allocators.
+//! Computes the rows of configurations. Time and sure bytes are computed for all configurations. Only configurations
+//! that fit and can be on a Pareto front are planned and replayed through the allocators.
 //!
-//! The *sure bytes* of a step are bytes that are certainly alive at once. They are a lower bound of the bytes that any
-//! allocator reserves. Suppose that an allocator reserves no more than the sure bytes of a configuration for another
-//! configuration that is at least as fast. Then the first configuration cannot be on the allocator's Pareto front.
+//! The *sure bytes* of a step are bytes that are certainly alive at the same time, so every allocator reserves at least
+//! as many. Let A be a configuration, and let B be another one that is at least as fast. If an allocator reserves no
+//! more bytes for B than the sure bytes of A, then A cannot be on the Pareto front of this allocator.
 
 use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap};
@@ -20,18 +20,18 @@ use super::{Configuration, PlannedConfigurations, Row, Status, Sweep};
 use crate::run::key_of;
 use crate::step::{EagerError, Lowering, Sketch, SketchKey, Step, TimingError, estimate};
 
-/// Computes rows; the cache of replayed tables is shared by all threads.
+/// Computes rows. All threads share its cache of replayed tables.
 pub(super) struct Evaluator<'a> {
     sweep: &'a Sweep,
-    /// Bytes that allocators reserve, by the digest of the replayed table. Equal tables of different ranks or
-    /// configurations are replayed once.
+    /// Bytes that allocators reserve for a table, by the digest of the table. Equal tables of different ranks or
+    /// configurations are replayed only once.
     reserved: Mutex<HashMap<PlanHash, ReservedBytes>>,
 }
 
-/// Reserved bytes by allocator.
+/// The reserved bytes of each allocator.
 type ReservedBytes = BTreeMap<Kind, u64>;
 
-/// The reasons for which a configuration has no figures.
+/// The reasons why a configuration has no figures.
 enum Refused {
     OverBudget(String),
     Invalid(String),
@@ -58,9 +58,9 @@ impl From<TimingError> for Refused {
     }
 }
 
-/// The fewest bytes that any configuration evaluated so far reserves, per menu, for the plan and for each allocator.
+/// For each menu, the fewest bytes that any configuration so far takes under the plan, and under each allocator.
 /// Configurations are evaluated in order of speed, the fastest first. So these bytes belong to configurations that are
-/// at least as fast as every later one.
+/// at least as fast as all later configurations.
 pub(super) struct BestKnown {
     plan: Vec<u64>,
     reserved: BTreeMap<Kind, Vec<u64>>,
@@ -92,8 +92,9 @@ impl<'a> Evaluator<'a> {
         }
     }
 
-    /// If planning can be skipped, returns the configuration's final row: its lower bound exceeds the capacity, or
-    /// other configurations dominate it. Returns `None` if the configuration must be planned.
+    /// Returns the configuration's final row if planning can be skipped. This is the case if the sure bytes exceed the
+    /// capacity, or if other configurations dominate this configuration. Returns `None` if the configuration must be
+    /// planned.
     pub fn skipped_row(&self, configuration: &Configuration, sketched: &Row, least: &BestKnown) -> Option<Row> {
         let figures = sketched.figures.as_ref()?;
         let sure = figures.at_least.iter().copied().max().unwrap_or(0);
@@ -116,8 +117,9 @@ impl<'a> Evaluator<'a> {
         self.sweep.options.capacity.unwrap_or(device)
     }
 
-    /// Plans a configuration and replays it through the allocators. Skips the plan or an allocator if the configuration
-    /// cannot be on its front, because one that is at least as fast takes no more bytes.
+    /// Plans a configuration, replays it through the allocators, and returns its final row. The plan or an allocator is
+    /// skipped if the configuration cannot be on its Pareto front, because a configuration that is at least as fast
+    /// takes no more bytes.
     pub fn plan_and_replay(&self, configuration: &Configuration, mut row: Row, least: &BestKnown) -> Row {
         let placed = match (&configuration.step, &mut row.figures) {
             (Ok(step), Some(figures)) => self.figures(configuration, step, least, figures),
@@ -208,19 +210,20 @@ impl BestKnown {
         }
     }
 
-    /// Returns the upper limit of the arena: with a smaller arena, the configuration is on the front of plans in at
-    /// least one of its menus.
+    /// Returns a limit for the arena. If the configuration's arena is below this limit, the configuration is on the
+    /// Pareto front of plans in at least one of its menus.
     fn plan(&self, configuration: &Configuration) -> u64 {
         configuration.menus.iter().map(|&menu| self.plan[menu]).max().unwrap_or(u64::MAX)
     }
 
-    /// Returns the upper limit of the bytes reserved by an allocator, like [`Self::plan`] for the arena.
+    /// Like [`Self::plan`], but returns the limit for the bytes that an allocator reserves.
     fn reserved(&self, configuration: &Configuration, kind: Kind) -> u64 {
         configuration.menus.iter().map(|&menu| self.reserved[&kind][menu]).max().unwrap_or(u64::MAX)
     }
 
-    /// True if a configuration with at least `bytes` bytes is on no front: in each of its menus, the plan and every
-    /// allocator already need no more than `bytes` bytes for a configuration that is at least as fast.
+    /// True if a configuration that takes at least `bytes` bytes cannot be on any Pareto front. This is the case if in
+    /// each of its menus, the plan and every allocator take at most `bytes` bytes for configurations that are at least
+    /// as fast.
     fn is_dominated(&self, configuration: &Configuration, bytes: u64) -> bool {
         self.plan(configuration) <= bytes
             && self.reserved.keys().all(|&kind| self.reserved(configuration, kind) <= bytes)
@@ -237,9 +240,9 @@ impl Refused {
     }
 }
 
-/// Plans all ranks with little work first. The rank with the largest arena determines how much memory the step takes.
-/// So if the step can be on a front, each rank whose arena is larger than the live bytes of the fullest rank is planned
-/// again, with all of the step's planning work.
+/// Plans all ranks, at first with little planning work. The rank with the largest arena determines how much memory the
+/// step takes, and no arena can be smaller than the live bytes of its rank. So if the step can be on a Pareto front,
+/// each rank whose arena exceeds the live bytes of the fullest rank is planned again, with the full planning work.
 fn plan(step: &Step, programs: &[Program], can_be_on_front: bool, figures: &mut Figures) -> Result<(), Refused> {
     let (most, whole) = (figures.live(), step.options.memory.planning);
     let quick = whole.min(Options::QUICK_WORK);
@@ -262,8 +265,8 @@ fn plan(step: &Step, programs: &[Program], can_be_on_front: bool, figures: &mut 
     Ok(())
 }
 
-/// Computes the results of a step that do not require a plan. Configurations that differ only in their schedule may
-/// share a sketch.
+/// Computes the figures of a step that do not require a plan. `known` has the sketches so far, because configurations
+/// that differ only in their schedule may share a sketch.
 fn sketch(
     configuration: &Configuration,
     step: &Step,
@@ -320,7 +323,7 @@ fn row(configuration: &Configuration, status: Status, why: Option<String>, figur
     Row { key: configuration.key.clone(), configuration: values, status, why, figures }
 }
 
-/// Bytes that are alive at the peak, by role.
+/// Returns the bytes that are alive at the peak, by role.
 fn roles_at_peak(executable: &Executable) -> BTreeMap<String, u64> {
     let mut roles = BTreeMap::new();
     if let Some(tick) = peak_tick(executable.problem()) {

@@ -1,9 +1,9 @@
 //! Sweeps over many training steps: computes the exact bytes and the estimated time of every combination of given
 //! values.
 //!
-//! In: a [`Sweep`], read from a file of value lists. Out: a [`Row`] per configuration, appended to `results.jsonl` as
-//! soon as it is known; at the end `results.csv`, `throughput.csv` and `report.html` ([`Results`]). Rows that an
-//! earlier run has already written are reused, never computed again.
+//! In: a [`Sweep`], read from a file of value lists. Out: a [`Row`] per configuration, which is appended to
+//! `results.jsonl` as soon as it is known. At the end, `results.csv`, `throughput.csv` and `report.html` are written
+//! from all rows ([`Results`]). Rows that an earlier run has written are reused, not computed again.
 //!
 //! ```
 //! use std::ops::ControlFlow;
@@ -52,7 +52,8 @@ use self::store::{Store, StoredRows};
 pub use self::summary::{Fragmentation, Gain, Throughput, above_bound, fragmentation, gains, throughput};
 use crate::step::Step;
 
-/// Number of configurations that are planned in one round. Each round uses the results of the rounds before it.
+/// Number of configurations that are planned in one round. The results of earlier rounds decide which configurations a
+/// round skips.
 const ROUND: usize = 16;
 
 /// Progress of a sweep. Each configuration counts twice: once for its sketch (time and sure bytes), and once for its
@@ -70,17 +71,17 @@ pub struct Progress {
 pub struct Results {
     /// One row per configuration.
     pub rows: Vec<Row>,
-    /// Rows that were taken from an earlier run.
+    /// Number of rows that were taken from an earlier run.
     pub reused: usize,
-    /// Rows of the folder's file that were edited since they were written, and therefore ignored.
+    /// Number of rows in the folder's file that were ignored, because they had been edited since they were written.
     pub changed: usize,
     /// For each budget, the throughput of the fastest configuration that fits.
     pub throughput: Vec<Throughput>,
 }
 
 /// Computes the rows that the folder does not have yet, and writes each row as soon as it is known. Then writes the
-/// tables and the page. Calls `show` after each row. If `show` breaks, the sweep stops and returns `None`; the same
-/// call later resumes it.
+/// tables and the page, and returns all rows. Calls `show` after each row. If `show` returns `Break`, the sweep stops
+/// and `run` returns `None`. Another call with the same arguments resumes the sweep.
 ///
 /// # Errors
 /// Returns an error if the folder cannot be written, is in use by another process, or has a line that is not a row, or
@@ -101,7 +102,7 @@ pub fn run(
     let reused = rows.values().filter(|row| row.is_final()).count();
     let evaluator = Evaluator::new(sweep);
     let done = rows.values().map(weight).sum();
-    // Operations that are timed on this machine must not compete with other work.
+    // While operations are timed on this machine, no other work may run.
     let is_timed = sweep
         .configurations
         .iter()
@@ -121,7 +122,7 @@ struct SweepInProgress<'a, F> {
     evaluator: Evaluator<'a>,
     threads: usize,
     store: Store,
-    /// Lines of the file by key; of several lines with the same key, the last.
+    /// Lines of the file, by key. If several lines have the same key, the last one counts.
     lines: HashMap<String, String>,
     /// Rows of this sweep by key.
     rows: HashMap<String, Row>,
@@ -148,8 +149,8 @@ impl From<StoreError> for End {
 }
 
 impl<F: FnMut(Progress) -> ControlFlow<()>> SweepInProgress<'_, F> {
-    /// Computes time and sure bytes of all configurations that have no row yet. Configurations with the same graph
-    /// share one job.
+    /// Computes time and sure bytes of all configurations that have no row yet. Configurations with the same graph are
+    /// computed by the same job.
     fn sketch(&mut self) -> Result<(), End> {
         let graph = |configuration: &Configuration| configuration.step.as_ref().ok().map(Step::graph_key);
         let missing: Vec<&Configuration> = self
@@ -162,9 +163,10 @@ impl<F: FnMut(Progress) -> ControlFlow<()>> SweepInProgress<'_, F> {
         self.run_jobs(&groups, |evaluator, group, give| evaluator.sketch(group, give))
     }
 
-    /// Plans the configurations that can be on a front and replays them through the allocators, the fastest first, in
-    /// rounds. Only results of earlier rounds decide which configurations are skipped. So the rows depend neither on
-    /// the number of threads nor on the point at which an earlier run was stopped.
+    /// Plans the configurations that can be on a Pareto front, and replays them through the allocators. This is done in
+    /// rounds, the fastest configurations first. Only results of earlier rounds decide which configurations are
+    /// skipped. So the rows depend neither on the number of threads nor on the point at which an earlier run was
+    /// stopped.
     fn place(&mut self) -> Result<(), End> {
         let mut order: Vec<&Configuration> = self
             .sweep
@@ -210,7 +212,7 @@ impl<F: FnMut(Progress) -> ControlFlow<()>> SweepInProgress<'_, F> {
     }
 
     /// Runs `job` on every item, on all threads, and writes the rows that the jobs produce. Returns when all items are
-    /// done or the sweep is stopped.
+    /// done, or when the sweep is stopped.
     fn run_jobs<T: Sync>(
         &mut self,
         work: &[T],
@@ -232,7 +234,7 @@ impl<F: FnMut(Progress) -> ControlFlow<()>> SweepInProgress<'_, F> {
                     }
                 });
                 match thread {
-                    // If the system refuses further threads, those that were started do the work.
+                    // If the system refuses further threads, the threads that were started do all of the work.
                     Err(_) if started > 0 => break,
                     thread => drop(thread.map_err(StoreError::Threads)?),
                 }

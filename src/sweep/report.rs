@@ -1,8 +1,8 @@
 //! The report of a sweep as one HTML page. Style, script and data are inside the page, and the script draws the plots
 //! as SVG.
 //!
-//! The page's data contains no timelines. It contains each schedule's table once, and the times per stage of each row.
-//! The script computes timelines from these, as the simulator of `parallel` does.
+//! The page's data contains the table of each schedule once, and the times per stage of each row, but no timelines. The
+//! script computes timelines from the tables and times, in the same way as the simulator of `parallel`.
 
 use std::collections::BTreeMap;
 
@@ -44,20 +44,20 @@ struct PageRow<'a> {
     key: &'a str,
     values: Vec<String>,
     menus: &'a [usize],
-    /// `plain`, or a letter for each measure taken: R recomputation, V several chunks per rank, Z data ranks, O
-    /// offloading, C compression.
+    /// One letter for each measure that the step takes, or `plain` if it takes none. R is recomputation, V several
+    /// chunks per rank, Z data ranks, O offloading, C compression.
     class: String,
     schedule: &'a str,
     table: String,
     micro_batch: usize,
     fits: bool,
     live: u64,
-    /// Bytes that the other allocators have to hold at the peak.
+    /// Live bytes at the peak of the tables that were replayed through the allocators.
     allocated: u64,
-    /// True if the live bytes are exact; false if they are the sure bytes.
+    /// True if the live bytes are exact; false if only the sure bytes are known.
     exact: bool,
-    /// Bytes reserved by the plan and by each allocator, in the order of `allocators`; null if the step was not
-    /// planned, or not replayed through the allocator.
+    /// Bytes reserved by the plan and then by each allocator, in the order of `allocators`. An element is null if the
+    /// step was not planned, or was not replayed through the allocator.
     reserved: Vec<Option<u64>>,
     formula: u64,
     megatron: u64,
@@ -145,7 +145,7 @@ fn page_row<'a>(
     }
 }
 
-/// The letters of [`PageRow::class`].
+/// Returns the letters of [`PageRow::class`].
 fn class(step: &Step) -> String {
     let StepOptions { memory, pipeline, mesh, .. } = &step.options;
     let letters = [
@@ -183,7 +183,7 @@ fn cells(step: &Step) -> Vec<String> {
     table.iter().map(|row| row.iter().map(text).collect::<Vec<_>>().join(" ")).collect()
 }
 
-/// The command line that draws the memory map of this configuration.
+/// Returns the command line that draws the memory map of this configuration.
 fn command(configuration: &Configuration) -> String {
     let mut command = "gapless plan".to_owned();
     for (name, value) in configuration.keys.iter().map(|(name, value)| (key_of(name), plain(value))) {

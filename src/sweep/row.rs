@@ -13,20 +13,22 @@ use super::Sweep;
 pub enum Status {
     /// Only the time and the sure bytes have been computed so far.
     Sketched,
-    /// Its plan fits.
+    /// The step was planned, and its plan fits the device.
     Fits,
-    /// Not planned: a configuration that is at least as fast reserves no more bytes than this one's lower bound.
+    /// The step was not planned, because it cannot be on a Pareto front: other configurations that are at least as fast
+    /// take no more bytes than its lower bound.
     Dominated,
     /// More bytes are alive at once than the device has, or the plan is larger than the device.
     TooLarge,
     /// The step does not fit its budget with any recomputation.
     OverBudget,
-    /// There is no such step: its sizes do not fit together, or its schedule does not exist for this shape.
+    /// The step does not exist, because its sizes do not fit together, or because its schedule does not exist for this
+    /// shape.
     Invalid,
 }
 
-/// The results of one configuration. Unless a field has a value per rank, bytes are those of the rank with the most
-/// bytes. Times are those of one step.
+/// The results of one configuration. A field with a single number of bytes is about the rank with the most bytes. Times
+/// are those of one step.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Row {
     /// Digest of all inputs that determine the row.
@@ -52,7 +54,7 @@ pub struct Figures {
     pub micro_batch: usize,
     /// Sure bytes, by rank: a lower bound of the bytes alive at once, computed from programs of two micro-batches.
     pub at_least: Vec<u64>,
-    /// Peak of the live bytes, by rank: no allocator needs less. Empty if the step was not compiled.
+    /// Peak of the live bytes, by rank. No allocator can reserve less. Empty if the step was not compiled.
     pub live_bytes: Vec<u64>,
     /// Arena bytes, by rank. Empty if the step was not planned.
     pub arena_bytes: Vec<u64>,
@@ -60,14 +62,14 @@ pub struct Figures {
     pub plans: Vec<String>,
     /// Bytes at the peak of the fullest rank, by role.
     pub roles: BTreeMap<String, u64>,
-    /// Peak of the live bytes in the tables that were replayed: [`Self::live`], or the peak under an eager framework's
-    /// lifetimes.
+    /// Peak of the live bytes in the tables that were replayed through allocators. If `lowering` selects an eager
+    /// framework, these tables have the framework's lifetimes.
     pub allocated: u64,
-    /// Bytes reserved by each allocator that the step was replayed through, on a device without a limit.
+    /// For each allocator through which the step was replayed, the reserved bytes on a device without a limit.
     pub reserved: BTreeMap<String, u64>,
     /// Time of the step in nanoseconds.
     pub nanoseconds: u64,
-    /// Fraction of the ranks' time that is spent waiting.
+    /// Fraction of the time of all ranks that is spent waiting.
     pub bubble: f64,
     /// Recomputation time divided by the time of everything else.
     pub overhead: f64,
@@ -77,10 +79,10 @@ pub struct Figures {
     pub formula_bytes: u64,
     /// Estimate by Megatron-LM's formulas.
     pub megatron_bytes: u64,
-    /// Nanoseconds of each stage: a forward, a backward (or its input-gradient half), a weight-gradient half, and a
-    /// message.
+    /// For each stage, the nanoseconds of four actions: a forward; a whole backward, or the input-gradient half of a
+    /// split one; a weight-gradient half; and a message.
     pub stages: Vec<[u64; 4]>,
-    /// Nanoseconds of what runs once per step, by rank.
+    /// By rank, the nanoseconds of the work that the rank does once per step.
     pub updates: Vec<u64>,
 }
 
@@ -92,18 +94,19 @@ impl Row {
 }
 
 impl Figures {
-    /// Peak of the live bytes over all ranks. If the step was not compiled, its sure bytes.
+    /// Returns the live bytes at the peak of the fullest rank. If the step was not compiled, returns the sure bytes
+    /// instead.
     pub fn live(&self) -> u64 {
         self.live_bytes.iter().chain(&self.at_least).copied().max().unwrap_or(0)
     }
 
-    /// The largest arena of a rank, if the step was planned.
+    /// Returns the largest arena of a rank, or `None` if the step was not planned.
     pub fn arena(&self) -> Option<u64> {
         self.arena_bytes.iter().copied().max()
     }
 }
 
-/// The contents of `results.csv`.
+/// Returns the contents of `results.csv`.
 pub(super) fn csv(sweep: &Sweep, rows: &[Row]) -> String {
     let mut head: Vec<String> = sweep.varied.clone();
     head.extend(["status", "micro_batch", "sure_bytes", "live_bytes", "arena_bytes"].map(str::to_owned));
@@ -146,7 +149,7 @@ pub(super) fn csv(sweep: &Sweep, rows: &[Row]) -> String {
     text
 }
 
-/// A value as a user writes it, without quotes.
+/// Returns a value as a user writes it, without quotes.
 pub(super) fn plain(value: &Value) -> String {
     match value {
         Value::String(text) => text.clone(),
@@ -155,7 +158,7 @@ pub(super) fn plain(value: &Value) -> String {
     }
 }
 
-/// A field of a CSV file (RFC 4180).
+/// Returns a text as a field of a CSV file (RFC 4180), with quotes if necessary.
 fn quoted(field: &str) -> String {
     match field.contains([',', '"', '\n']) {
         true => format!("\"{}\"", field.replace('"', "\"\"")),

@@ -1,4 +1,5 @@
-//! The sweep file: keys of a run, and lists of values whose product is swept.
+//! The sweep file. It has the keys of a run, and lists of values. Every combination of these values is a configuration
+//! of the sweep.
 
 use std::collections::{BTreeSet, HashMap};
 use std::path::Path;
@@ -10,27 +11,29 @@ use toml::{Table, Value};
 use crate::run::{ConfigError, RunConfig, flatten, key_of, line_of, set, text_of, value_at, with_nearest};
 use crate::step::Step;
 
-/// Maximum number of configurations in one sweep. This many take some hundred megabytes, and some seconds before the
-/// first is timed.
+/// Maximum number of configurations in one sweep. At this maximum, a sweep takes some hundred megabytes, and some
+/// seconds before it times the first configuration.
 const MAX_CONFIGURATIONS: usize = 100_000;
 
-/// Maximum number of menus in one sweep. Each menu has its own fronts.
+/// Maximum number of menus in one sweep. Each menu has its own Pareto fronts.
 const MAX_MENUS: usize = 100;
 
 /// Maximum of (values in conditions) × (configurations), because each configuration is compared with every value.
 const MAX_COMPARISONS: usize = 1 << 24;
 
-/// The tables that only a sweep file has. Its other keys are those of a run and apply to all configurations.
+/// The tables that only a sweep file has. All other keys of a sweep file are keys of a run, and apply to all
+/// configurations.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct File {
     /// Lists of values of a run's keys. Each configuration has one value of each list.
     vary: Table,
-    /// Combinations that are skipped. A configuration is skipped if it matches every key of the table: the
-    /// configuration's value is the given value, or is in the given list.
+    /// Combinations of values that are skipped. A configuration is skipped if it matches every key of one of these
+    /// tables. A key matches if the configuration's value is the given value, or is an element of the given list.
     #[serde(default)]
     skip: Vec<Table>,
-    /// Subsets with their own fronts: each table has a name, and conditions like those of `skip`.
+    /// Subsets of the configurations that have their own Pareto fronts. Each table has a name, and conditions like
+    /// those of `skip`.
     #[serde(default)]
     menu: Vec<Table>,
     #[serde(default)]
@@ -45,15 +48,16 @@ const TABLES: [&str; 4] = ["vary", "skip", "menu", "sweep"];
 #[serde(deny_unknown_fields, default)]
 pub struct SweepOptions {
     /// Allocators through which each step is replayed, in addition to the plan. The more an allocator wastes, the more
-    /// configurations must be replayed for its front: with `bfc`, whose regions double, most configurations that fit.
+    /// configurations must be replayed for its Pareto front. For `bfc`, whose regions double in size, these are most
+    /// configurations that fit.
     pub allocators: Vec<String>,
-    /// Bytes of each rank's device; by default the memory of the profile. Configurations with more live bytes are
-    /// neither planned nor replayed.
+    /// Bytes of each rank's device. The default is the memory of the device profile. Configurations with more live
+    /// bytes are neither planned nor replayed.
     #[serde(skip_serializing_if = "Option::is_none", with = "gapless_engine::compile::step::text::size")]
     pub capacity: Option<u64>,
-    /// The configurations that are planned and replayed, among those that can fit.
+    /// Selects the configurations that are planned and replayed, among those that can fit the device.
     pub plan: PlannedConfigurations,
-    /// A rank is replayed if it has at least this fraction of the fullest rank's live bytes.
+    /// A rank is only replayed if its live bytes are at least this fraction of the fullest rank's live bytes.
     pub fullest: f64,
 }
 
@@ -83,17 +87,17 @@ pub enum PlannedConfigurations {
 /// A sweep whose file was checked.
 #[derive(Debug, Clone)]
 pub struct Sweep {
-    /// The configurations; those that share a graph are adjacent.
+    /// The configurations. Configurations with the same graph are adjacent.
     pub configurations: Vec<Configuration>,
     /// The keys that vary, in the order of the file's lists.
     pub varied: Vec<String>,
-    /// The allocators that steps are replayed through, in addition to the plan.
+    /// The allocators through which steps are replayed, in addition to the plan.
     pub allocators: Vec<Kind>,
     /// Names of the menus: `all`, then those of the file.
     pub menus: Vec<String>,
     /// Settings of the sweep.
     pub options: SweepOptions,
-    /// Name of the model, if all configurations have the same model.
+    /// Name of the model if all configurations have the same model.
     pub title: String,
     /// Messages about keys that have moved.
     pub notices: Vec<String>,
@@ -111,7 +115,7 @@ pub struct Configuration {
     pub menus: Vec<usize>,
     /// All keys and values of the configuration's run, as in the file.
     pub keys: Vec<(String, Value)>,
-    /// The step, or the reason why there is none.
+    /// The step, or the reason why there is no such step.
     pub step: Result<Step, String>,
 }
 
@@ -119,7 +123,8 @@ impl Sweep {
     /// Reads and checks a sweep file.
     ///
     /// # Errors
-    /// Returns a [`ConfigError`] with line, key and remedy if the file cannot be read or has an invalid setting.
+    /// Returns a [`ConfigError`] if the file cannot be read or has an invalid setting. The error of a setting has the
+    /// line, the key and a remedy.
     pub fn read(path: &Path) -> Result<Self, ConfigError> {
         let text = text_of(path)?;
         Self::parse(&text).map_err(|error| match error {
@@ -146,7 +151,7 @@ impl Sweep {
         }
         let file = File::deserialize(tables).map_err(|error| syntax(with_nearest(error.to_string())))?;
         let here = |error: ConfigError, table: &str| in_table(error, text, table);
-        // Counts are checked first: all later checks take time for each value.
+        // The numbers of values are checked first, because all later checks take time for each value.
         let lists = lists(&file.vary).map_err(|error| here(error, "vary"))?;
         count_conditions(&file, count(&lists)).map_err(|error| {
             let table = if concerns_key(&error, "menu") { "menu" } else { "skip" };
@@ -157,7 +162,7 @@ impl Sweep {
         for skip in &file.skip {
             check_condition("skip", skip).map_err(|error| here(error, "skip"))?;
         }
-        // Each value is checked once, together with the first value of every other list.
+        // Each value is checked once, in the configuration that has the first value of every other list.
         let mut first = base.clone();
         for (name, values) in &lists {
             put(&mut first, name, &values[0]).map_err(|error| here(error, "vary"))?;
@@ -265,7 +270,7 @@ fn count_conditions(file: &File, configurations: usize) -> Result<(), ConfigErro
     Ok(())
 }
 
-/// Reads the names and conditions of the file's menus.
+/// Reads the menus of the file, and returns the name and the condition of each.
 fn menus(tables: &[Table]) -> Result<Vec<(String, Table)>, ConfigError> {
     let mut menus: Vec<(String, Table)> = Vec::new();
     for table in tables {
@@ -295,7 +300,7 @@ fn check_condition(table: &str, condition: &Table) -> Result<(), ConfigError> {
             RunConfig::of_table(&root).map_err(|error| with_key(error, key))
         };
         match value {
-            // Either the value of a key that takes a list, or a list of values.
+            // The array is either a single value, of a key that takes a list, or a list of possible values.
             Value::Array(values) if one(value).is_err() => values.iter().try_for_each(|value| one(value).map(drop)),
             value => one(value).map(drop),
         }?;
@@ -324,8 +329,8 @@ fn allocators(options: &SweepOptions) -> Result<Vec<Kind>, ConfigError> {
     options.allocators.iter().map(kind).collect()
 }
 
-/// Builds all combinations of the lists' values on top of the shared keys, and drops the skipped ones. Configurations
-/// with the same graph become adjacent.
+/// Returns a configuration for each combination of the lists' values, together with the shared keys. Skipped
+/// combinations are dropped. Configurations with the same graph become adjacent.
 fn configurations(
     base: &Table,
     file: &File,
@@ -358,7 +363,7 @@ fn configurations(
             all.push(Configuration { key, values, menus, keys, step });
         }
     }
-    // A stable sort: configurations with the same graph move to the first of them and keep their order.
+    // This stable sort moves configurations with the same graph to the first of them, and keeps their order.
     let mut first = HashMap::new();
     let graph = |configuration: &Configuration| configuration.step.as_ref().map_or_else(Clone::clone, Step::graph_key);
     let order: Vec<usize> = all
@@ -371,13 +376,13 @@ fn configurations(
     Ok(ordered.into_iter().map(|(_, configuration)| configuration).collect())
 }
 
-/// True if `here` equals `value`, or one of its elements if `value` is a list.
+/// True if `here` equals `value` or, if `value` is a list, one of the elements of `value`.
 fn is_one_of(here: Option<&Value>, value: &Value) -> bool {
     here == Some(value) || value.as_array().is_some_and(|values| here.is_some_and(|here| values.contains(here)))
 }
 
-/// Digest of everything that decides a row, including the contents of model and device files. A device that is measured
-/// is left out, since its measurements differ each time.
+/// Returns a digest of all inputs that determine a row, including the contents of model and device files. The digest
+/// leaves out a device that is measured, because its measurements differ each time.
 fn digest(keys: &Table, step: &Result<Step, String>, file: &File) -> String {
     let read = match step {
         Ok(step) => format!("{} {:?}", step.graph_key(), (!step.device.is_measured()).then_some(&step.device)),

@@ -1,8 +1,8 @@
 //! The file of a sweep's rows: one line per row, each written as a whole.
 //!
-//! In: rows, as they are computed. Out: the lines of earlier runs, by key. Two kinds of lines are dropped. The last
-//! line may be incomplete if a process was killed. A row may have been edited, which is detected by the hash at the
-//! start of its line. While rows are still being computed, the file is only appended to.
+//! In: rows, as they are computed. Out: the lines of earlier runs, by key. Two kinds of lines are dropped. One is an
+//! incomplete last line, which a killed process may leave. The other is a row that was edited, which the hash at the
+//! start of its line shows. While rows are being computed, the file is only appended to.
 
 use std::collections::HashMap;
 use std::fs::{self, File, TryLockError};
@@ -29,7 +29,7 @@ pub enum StoreError {
         /// Path of the file.
         path: PathBuf,
     },
-    /// The system starts no thread.
+    /// The system refuses to start a thread.
     #[error("cannot start a thread: {0}; raise the limit of processes (ulimit -u) or of memory (ulimit -v)")]
     Threads(io::Error),
     /// A line of the file is not a row.
@@ -50,8 +50,8 @@ pub(super) struct Store {
     file: File,
 }
 
-/// Unlocks explicitly: a child process that another thread starts holds a copy of the file descriptor for a moment (see
-/// [`FolderLock`](gapless_engine::checkpoint::FolderLock)).
+/// Unlocks the file explicitly, because closing it may not be enough: a child process that another thread starts holds
+/// a copy of the file descriptor for a moment (see [`FolderLock`](gapless_engine::checkpoint::FolderLock)).
 impl Drop for Store {
     fn drop(&mut self) {
         let _ = self.file.unlock();
@@ -119,7 +119,7 @@ impl Store {
         Ok(line)
     }
 
-    /// Parses a line. The figures of the row are exactly those that any reader of the file gets.
+    /// Parses a line. The figures of the returned row are exactly those that any reader of the file gets.
     pub fn parse(&self, line: &str) -> Result<Row, StoreError> {
         serde_json::from_str(line).map_err(|error| StoreError::Line {
             path: self.path.clone(),
@@ -128,7 +128,8 @@ impl Store {
         })
     }
 
-    /// Rewrites the file: first these lines in their order, then the lines of other sweeps, sorted by key.
+    /// Rewrites the file. It then has the given lines in their order, followed by the lines of other sweeps, sorted by
+    /// key.
     pub fn finish(&self, lines: &[String], others: HashMap<String, String>) -> Result<(), StoreError> {
         let mut others: Vec<(String, String)> = others.into_iter().collect();
         others.sort();

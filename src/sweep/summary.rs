@@ -1,5 +1,5 @@
-//! Summaries over all rows of a sweep: how much each allocator wastes, and the throughput of the fastest step within
-//! each budget.
+//! Summaries over all rows of a sweep: how much memory each allocator wastes, and the throughput of the fastest step
+//! within each budget.
 //!
 //! Fragmentation is (reserved − allocated) ÷ reserved at the peak. For a plan, the arena counts as reserved and the
 //! live bytes as allocated. A plan's reduction is the fraction of the wasted bytes that it saves, as in STAlloc's paper
@@ -13,10 +13,10 @@ use super::{Row, Sweep};
 
 /// Approximate number of budgets at which throughput is compared.
 const BUDGETS: u64 = 64;
-/// A plan that exceeds its lower bound by at least this fraction is listed as an exception.
+/// A plan that wastes at least this fraction of its arena is listed as an exception.
 const EXCEPTION: f64 = 0.0005;
 
-/// Waste of an allocator, over the configurations that were both planned and replayed through it.
+/// Fragmentation of an allocator, over the configurations that were both planned and replayed through this allocator.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Fragmentation {
     /// Name of the allocator.
@@ -29,46 +29,46 @@ pub struct Fragmentation {
     pub most: f64,
     /// Mean fragmentation of the plans of the same configurations.
     pub planned: f64,
-    /// Mean fraction of the allocator's wasted bytes that a plan saves, over the configurations in which the allocator
-    /// wastes any.
+    /// Mean fraction of the allocator's wasted bytes that a plan saves. The mean is over the configurations for which
+    /// the allocator wastes bytes.
     pub reduction: f64,
 }
 
-/// Throughput of the fastest configurations that fit a budget.
+/// Throughput of the fastest configurations that fit one budget.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Throughput {
     /// Budget in bytes per rank.
     pub budget: u64,
-    /// Tokens per second, indexed by menu ([`Sweep::menus`]) and then by allocator: 0 is the plan, the rest are
-    /// [`Sweep::allocators`]. `None` if nothing fits.
+    /// Tokens per second, indexed by menu ([`Sweep::menus`]) and then by allocator. Allocator 0 is the plan, and the
+    /// others are [`Sweep::allocators`]. `None` if no configuration fits the budget.
     pub tokens_per_second: Vec<Vec<Option<f64>>>,
 }
 
-/// Speedup by plans: compares the fastest step that fits a budget when planned with the fastest step that fits it under
-/// an allocator.
+/// Speedup by plans. For each budget, compares the fastest step that fits when planned with the fastest step that fits
+/// under an allocator.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Gain {
     /// Name of the allocator.
     pub allocator: &'static str,
     /// Menu from which the steps are chosen.
     pub menu: String,
-    /// Number of budgets at which something fits under both.
+    /// Number of budgets that at least one configuration fits when planned, and at least one under the allocator.
     pub budgets: usize,
-    /// Number of these budgets at which plans gain nothing.
+    /// Number of these budgets at which plans do not raise the throughput.
     pub without: usize,
-    /// Number of budgets at which something fits only under plans.
+    /// Number of budgets that a configuration fits only when planned.
     pub only_planned: usize,
-    /// Mean gain over the `budgets`, as a fraction of the allocator's tokens per second.
+    /// Mean gain over these `budgets`, as a fraction of the throughput under the allocator.
     pub mean: f64,
-    /// Largest gain.
+    /// Largest gain at one of these budgets.
     pub most: f64,
-    /// Smallest budget in bytes with the largest gain.
+    /// Budget in bytes at which the gain is largest; the smallest if there are several.
     pub most_at: u64,
 }
 
 impl Figures {
-    /// Returns the peak bytes that an allocator reserves, and the peak bytes that it must hold. If `kind` is `None`,
-    /// returns those of the plan. The result is `None` if the step was not planned or replayed.
+    /// Returns the reserved bytes and the live bytes at the peak of an allocator. If `kind` is `None`, returns those of
+    /// the plan. The result is `None` if the step was not planned, or was not replayed through the allocator.
     fn reserved_and_allocated(&self, kind: Option<Kind>) -> Option<(u64, u64)> {
         match kind {
             None => Some((self.arena()?, self.live())),
@@ -76,7 +76,8 @@ impl Figures {
         }
     }
 
-    /// Returns the fraction of the reserved bytes that is unused at the peak. `None` if the step was not planned or replayed.
+    /// Returns the fraction of the reserved bytes that is unused at the peak. Returns `None` if the step was not
+    /// planned, or was not replayed through the allocator.
     pub fn fragmentation(&self, kind: Option<Kind>) -> Option<f64> {
         let (reserved, allocated) = self.reserved_and_allocated(kind)?;
         (reserved > 0).then(|| 1.0 - allocated as f64 / reserved as f64)
@@ -121,7 +122,8 @@ fn mean(values: &[f64]) -> f64 {
     values.iter().sum::<f64>() / values.len().max(1) as f64
 }
 
-/// Computes the best throughput at equally spaced budgets, up to the largest arena.
+/// Computes the best throughput at equally spaced budgets, up to the largest arena. Budgets that no configuration fits
+/// are left out.
 pub fn throughput(sweep: &Sweep, rows: &[Row]) -> Vec<Throughput> {
     let capacity = |row: &Row| row.figures.as_ref().and_then(Figures::arena);
     let Some(largest) = rows.iter().filter_map(capacity).max() else { return Vec::new() };
@@ -147,7 +149,7 @@ pub fn throughput(sweep: &Sweep, rows: &[Row]) -> Vec<Throughput> {
     all.filter(|throughput| throughput.tokens_per_second.iter().flatten().any(Option::is_some)).collect()
 }
 
-/// Computes what plans gain over each allocator, for each menu.
+/// Computes the gain of plans over each allocator, for each menu.
 pub fn gains(sweep: &Sweep, throughput: &[Throughput]) -> Vec<Gain> {
     let mut gains = Vec::new();
     for (menu, name) in sweep.menus.iter().enumerate() {
@@ -184,7 +186,7 @@ pub fn gains(sweep: &Sweep, throughput: &[Throughput]) -> Vec<Gain> {
     gains
 }
 
-/// The contents of `throughput.csv`: a line for each budget and menu.
+/// Returns the contents of `throughput.csv`, which has a line for each budget and menu.
 pub(super) fn csv(sweep: &Sweep, throughput: &[Throughput]) -> String {
     let names: Vec<&str> = [Kind::Gapless].iter().chain(&sweep.allocators).map(|kind| kind.name()).collect();
     let mut text = format!("budget_bytes,menu,{}\n", names.join(","));
@@ -197,7 +199,7 @@ pub(super) fn csv(sweep: &Sweep, throughput: &[Throughput]) -> String {
     text
 }
 
-/// Returns the rows whose plan exceeds the live bytes by at least `EXCEPTION`.
+/// Returns the rows whose plan wastes at least the fraction `EXCEPTION` of its arena.
 pub fn above_bound(rows: &[Row]) -> Vec<&Row> {
     let is_above = |row: &&Row| {
         let fragmentation = row.figures.as_ref().and_then(|figures| figures.fragmentation(None));

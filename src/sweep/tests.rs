@@ -62,7 +62,8 @@ fn rows_equal_plans_made_one_by_one() {
     assert!(results.rows.iter().filter(|row| row.status == Status::Fits).count() >= 16);
 }
 
-/// Configurations that are left out are on no front of any menu, neither of the plan nor of an allocator.
+/// A configuration that is not planned is on no Pareto front of any menu, neither that of plans nor that of an
+/// allocator.
 #[test]
 fn fronts_are_those_of_all_plans() {
     let wide = TINY.replace("[1, 2, 3, 4]", "[2, 4]").replace("[\"none\", \"layers\"]", RECOMPUTE);
@@ -102,8 +103,8 @@ fn fronts_are_those_of_all_plans() {
     assert!(few < all, "{few} of {all}");
 }
 
-/// Summarizes three rows: one without a plan, one for which an allocator wastes a tenth, and one that fits only by its
-/// plan.
+/// Summarizes three rows: one without a plan, one for which an allocator wastes a tenth, and one that fits only when
+/// planned.
 #[test]
 fn rows_are_summed_up_by_allocator_and_budget() {
     let text = TINY.replace("[1, 2, 3, 4]", "[1, 2, 4]").replace("[\"1f1b\", \"gpipe\", \"zbv\"]", "[\"1f1b\"]");
@@ -133,7 +134,7 @@ fn rows_are_summed_up_by_allocator_and_budget() {
     assert_eq!(at(608), Some(vec![Some(2.0), None]));
     assert_eq!(at(912), Some(vec![Some(3.0), None]));
     let [gain] = &gains(&sweep, &throughput)[..] else { panic!("one menu, one allocator") };
-    // Budgets are multiples of 16, up to 912; under the allocator, nothing fits.
+    // Budgets are multiples of 16, up to 912. No configuration fits any of them under the allocator.
     assert_eq!((gain.budgets, gain.only_planned), (0, 20));
     rows[1].figures.as_mut().unwrap().arena_bytes = vec![1080];
     assert_eq!(above_bound(&rows).len(), 1);
@@ -154,7 +155,7 @@ fn what_was_stopped_goes_on_to_the_same_files() {
             if left == 0 { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
         };
         assert!(run(&sweep, stopped.path(), 2, stop).unwrap().is_none());
-        // The file as a process leaves it that is killed while writing.
+        // The file is as a process leaves it that was killed while it wrote.
         let path = stopped.path().join("results.jsonl");
         let lines = fs::read_to_string(&path).unwrap();
         assert_eq!(lines.lines().count(), lines_then);
@@ -166,7 +167,7 @@ fn what_was_stopped_goes_on_to_the_same_files() {
         let [a, b] = [&whole, &stopped].map(|folder| fs::read(folder.path().join(name)).unwrap());
         assert!(a == b, "{name}");
     }
-    // Another sweep in the same folder loses no row and computes none twice.
+    // Another sweep in the same folder keeps all rows, and computes no row twice.
     let wider = Sweep::parse(&TINY.replace("[1, 2, 3, 4]", "[2, 8]")).unwrap();
     let results = all(&wider, whole.path(), 2);
     assert_eq!((results.rows.len(), results.reused), (12, 6));
@@ -256,8 +257,8 @@ fn a_wrong_sweep_is_refused_with_its_key_and_a_remedy() {
     check(&step(&format!("[vary]\nbatch = [1]\n{skip}")), &["skip", "20001 values of skip and menu"]);
 }
 
-/// Under every schedule, the sure bytes from two micro-batches are at most the live bytes, and the estimated time is
-/// within 1 %.
+/// Under every schedule, the sure bytes of the sketch are at most the live bytes of the compiled step. The sketch's
+/// time is within 1 % of the compiled step's time.
 #[test]
 fn a_sketch_bounds_the_step() {
     let mut checked = 0;

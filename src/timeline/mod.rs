@@ -1,5 +1,5 @@
-//! A page that shows each rank's actions over time: a row per rank, with its kept activations below it. The page can be
-//! zoomed.
+//! A page that shows the actions of each rank over time, one row per rank. Below each row is the number of activations
+//! that the rank keeps. The page can be zoomed.
 //!
 //! ```
 //! use gapless::parallel::{Costs, Shape, by_name, simulate};
@@ -27,11 +27,11 @@ struct Data<'a> {
 
 #[derive(Serialize)]
 struct Rank {
-    /// Cells, separated by blanks; the two actions of an overlapped cell are joined by `+`.
+    /// The rank's cells, separated by blanks. The two actions of an overlapped cell are joined by `+`.
     cells: String,
     /// Start and end of each cell.
     times: Vec<(u64, u64)>,
-    /// Number of activations alive from each time on.
+    /// Pairs of a time and the number of activations that are alive from this time on.
     live: Vec<(u64, i64)>,
     idle: u64,
 }

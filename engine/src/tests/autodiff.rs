@@ -1,12 +1,12 @@
-//! Gradients in requested types.
+//! Tests that gradients have the types that are requested for them.
 
 use gapless_graph::autodiff::{ParameterGradient, differentiate_in};
 use gapless_graph::{DType, ValueId, lock};
 
 use crate::gradient_check::Recorded;
 
-/// A weight is the sum of two parameters, so both have the weight's gradient. Each parameter gets the gradient in the
-/// type requested for it, directly or by a cast.
+/// A weight is the sum of two parameters, so both parameters have the weight's gradient. Each parameter gets this
+/// gradient in the type that is requested for it, directly or by a cast.
 #[test]
 fn gradients_are_in_the_types_that_are_asked_for() {
     for types in [

@@ -53,7 +53,7 @@ fn kernels_agree_with_their_references() {
     check(&[&[2, 1, 4, 8], &[2, 2, 5, 8], &[2, 2, 5, 8]], (&[2, 1], &[3, 4]), |x, p| {
         attend(&[x[0].transpose(1, 2)?, x[1].clone(), x[2].clone()], p)
     });
-    // Keys and values that are views of a wider tensor, with a head shared by all.
+    // Keys and values are views of a wider tensor, and all heads share a part of each key.
     check(&[&[2, 4, 3, 8], &[2, 9, 4, 13], &[2, 1, 9, 3]], (&[2, 3], &[6, 7, 8, 0, 1, 2]), |x, p| {
         let of_heads = x[1].transpose(1, 2)?;
         let k = Tensor::cat(&[&of_heads.narrow(3, 0, 5)?, &x[2].broadcast_as((2, 4, 9, 3))?], 3)?;

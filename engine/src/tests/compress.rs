@@ -11,8 +11,8 @@ use gapless_runtime::RunOptions;
 
 use crate::gradient_check::session;
 
-/// The kernels are compared with a tolerance, because an element half way between two codes may be rounded either
-/// way. The error of rounding itself is larger, and is checked too.
+/// The kernels are compared with a tolerance, because an element half way between two codes may be rounded either way.
+/// The test also checks that the error of the compression itself, which is larger than this tolerance, is as expected.
 #[test]
 fn kernels_are_their_references() {
     for dims in [vec![3, 64, 96], vec![3, 50, 300], vec![2, 7, 5], vec![700], vec![4, 8, 32, 16]] {

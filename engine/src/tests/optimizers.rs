@@ -1,5 +1,5 @@
-//! Every update rule, compared with the f64 reference of the rule's own graph. Each step of the reference starts from
-//! the kernels' state.
+//! Compares every update rule with the f64 reference of the same graph. Before each step, the reference gets the state
+//! that the kernels have computed.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
@@ -101,7 +101,8 @@ impl Update {
         self.names.iter().map(|name| self.read(name)).collect()
     }
 
-    /// Returns a gradient whose columns differ in size, and the gradient's norm, which is large enough for clipping.
+    /// Returns a gradient whose columns have different magnitudes, and the gradient's norm, which is large enough to be
+    /// clipped.
     fn gradient(&self) -> (Vec<f32>, f32) {
         let numbers = Numbers::from_seed(100 + self.step);
         let columns = self.dims.last().copied().unwrap_or(1);
@@ -148,8 +149,8 @@ fn distance(a: &Array, b: &Array) -> f64 {
 }
 
 /// The tolerance allows for f32 rounding of 6e-8, and for sums of some hundred products, which lose a digit or two.
-/// GaLore's new projections lose another digit, because orthonormalization depends on the condition of a random
-/// matrix.
+/// GaLore's new projections lose another digit, because the error of an orthonormalization grows with the condition
+/// number of the matrix, which is random here.
 fn check(rule: impl Into<Arc<dyn Optimizer>>, dims: &[usize], tolerance: f64) {
     let mut update = Update::new(rule, dims, 2);
     for step in 0..7 {
@@ -179,7 +180,7 @@ fn check(rule: impl Into<Arc<dyn Optimizer>>, dims: &[usize], tolerance: f64) {
 fn kernels_are_their_references() {
     check(AdamW::default(), &[40, 300], 1e-5);
     let eight_bit = AdamW8bit { smallest: 0, ..AdamW8bit::default() };
-    // The sizes are whole blocks, a short last block, and a single element.
+    // The sizes give only whole blocks, or a short last block, or a single element.
     for dims in [&[64, 512][..], &[37, 301], &[5000], &[1]] {
         check(eight_bit, dims, 1e-5);
     }
@@ -188,8 +189,8 @@ fn kernels_are_their_references() {
         check(galore, &dims, 1e-3);
     }
     check(Lion::default(), &[40, 300], 1e-5);
-    // Newton–Schulz iterations amplify small components of a matrix, and the rounding errors of these components, by
-    // 500. Each expert is a matrix of its own.
+    // Newton–Schulz iterations amplify small components of a matrix by a factor of 500, together with their rounding
+    // errors. In a tensor of several experts, each expert is a matrix of its own.
     for dims in [&[40, 100][..], &[100, 40], &[64, 64], &[3, 20, 30]] {
         check(Muon::default(), dims, 1e-4);
     }
@@ -200,7 +201,8 @@ fn kernels_are_their_references() {
     }
 }
 
-/// Newton–Schulz iterations bring the singular values near 1, and the step has the size that is usual for AdamW.
+/// Newton–Schulz iterations bring the singular values of Muon's update near 1. The size of the step is the one that is
+/// usual for AdamW.
 #[test]
 fn steps_of_muon_are_nearly_orthogonal() {
     let mut update =

@@ -1,7 +1,7 @@
 //! The device of a trainer. The options choose it, and building the trainer opens it.
 //!
-//! - In: a choice, and the options that the device must support.
-//! - Out: the device, and the reason if the trainer runs on the CPU although `Auto` was chosen.
+//! - In: the requested device, and the options that the device must support.
+//! - Out: the device. If `Auto` was requested and the trainer runs on the CPU, also the reason.
 //! - Never: a silent change of device. If a GPU was explicitly requested and is missing, building the trainer fails.
 
 use std::fmt;
@@ -13,15 +13,16 @@ use crate::error::TrainError;
 /// The requested device of a trainer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum DeviceChoice {
-    /// The first NVIDIA GPU if there is one that supports the options, and the CPU if there is not.
-    /// [`Trainer::device`](super::Trainer::device) returns the device and the reason. If there are several ranks, the
-    /// rank with index r on its host uses GPU r modulo the number of GPUs.
+    /// An NVIDIA GPU if there is one and it supports the options; otherwise the CPU. A GPU that is full or fails is an
+    /// error. The GPU of a single rank is the first. With several ranks, the rank with index r on its host uses GPU r
+    /// modulo the number of GPUs. [`Trainer::device`](super::Trainer::device) returns the device that is used and, if
+    /// it is the CPU, the reason.
     #[default]
     Auto,
     /// The CPU.
     Cpu,
-    /// The NVIDIA GPU with this index. If it is missing, building the trainer fails. Each rank may name another
-    /// index, and ranks may share a GPU.
+    /// The NVIDIA GPU with this index. If there is no such GPU, building the trainer fails. Ranks may name different
+    /// indices, or share a GPU.
     Cuda(usize),
 }
 
@@ -61,8 +62,8 @@ pub struct DeviceInfo {
     pub name: String,
     /// Whether the device is a GPU.
     pub is_gpu: bool,
-    /// The reason why the device is the CPU, if [`DeviceChoice::Auto`] would have used a GPU; `None` in all other
-    /// cases.
+    /// The reason why the device is the CPU, if [`DeviceChoice::Auto`] was requested. `None` if the device is a GPU, or
+    /// if the CPU was requested.
     pub reason: Option<String>,
 }
 
@@ -83,7 +84,7 @@ impl fmt::Display for DeviceInfo {
     }
 }
 
-/// The error for a GPU in a build without GPU support.
+/// The error for a request for a GPU in a build without GPU support.
 #[cfg(not(feature = "cuda"))]
 pub(super) fn without_cuda() -> TrainError {
     let why = "this program was built without the feature cuda";

@@ -12,17 +12,18 @@ const _: () = assert!(IGNORED == gapless_data::IGNORED);
 pub struct Batch<'a> {
     /// Token ids [batch × sequence].
     pub tokens: &'a [u32],
-    /// The next token id after each token, or [`IGNORED`] for tokens that do not count in the loss, which requires
-    /// [`StepOptions::documents`](gapless_compile::step::StepOptions::documents).
+    /// The id of the token that follows each token, or [`IGNORED`] for tokens that do not count in the loss. `IGNORED`
+    /// is only allowed with [`StepOptions::documents`](gapless_compile::step::StepOptions::documents).
     pub targets: &'a [u32],
-    /// For each token, the index in its sequence at which its document starts. A document whose targets are all
-    /// [`IGNORED`] is padding, which expert routers ignore. If `starts` is empty, each sequence is one document, and
-    /// everything after the sequence's last target that counts is padding.
+    /// For each token, the position at which the token's document starts, counted from the start of the sequence. A
+    /// document whose targets are all [`IGNORED`] is padding; routers of experts ignore padding. If `starts` is empty,
+    /// each sequence is one document up to its last target that is not `IGNORED`, and the rest of the sequence is
+    /// padding.
     pub starts: &'a [u32],
 }
 
 impl Batch<'_> {
-    /// Returns the number of targets that count, i.e. are not [`IGNORED`].
+    /// Returns the number of targets that count in the loss, which are all that are not [`IGNORED`].
     pub fn counted(&self) -> usize {
         self.targets.iter().filter(|&&target| target != IGNORED).count()
     }
@@ -41,7 +42,7 @@ impl Batch<'_> {
     }
 }
 
-/// The inputs of a step over documents. Their buffers are allocated before the first step.
+/// The additional inputs of a step over documents. All buffers are allocated before the first step.
 #[derive(Debug, Default)]
 pub(super) struct DocumentInputs {
     pub starts: Vec<u32>,
@@ -52,18 +53,19 @@ pub(super) struct DocumentInputs {
 }
 
 impl DocumentInputs {
-    /// Allocates buffers for batches of at most this many tokens.
+    /// Allocates buffers for batches of at most `tokens` tokens.
     pub fn new(tokens: usize) -> Self {
         let ids = || Vec::with_capacity(tokens);
         let numbers = || Vec::with_capacity(tokens);
         Self { starts: ids(), positions: ids(), targets: ids(), weights: numbers(), routed: numbers() }
     }
 
-    /// Computes the inputs for a batch whose sequences have this length.
+    /// Computes the inputs for a batch whose sequences have `sequence` tokens each.
     ///
-    /// Targets that count get a loss weight of tokens ÷ targets that count, and ignored ones 0. So the mean over all
-    /// tokens of the batch, however they are divided among ranks, is the mean over the targets that count. Router
-    /// weights are computed in the same way, from the tokens that are not padding.
+    /// The loss weight of an ignored target is 0. The loss weight of any other target is t ÷ c, where t is the number
+    /// of tokens of the batch, and c the number of its targets that are not ignored. With these weights, the mean over
+    /// all tokens equals the mean over the targets that count, however the batch is divided among ranks. Router weights
+    /// are computed in the same way, with padding in place of ignored targets.
     ///
     /// # Errors
     /// Returns an error if a document starts after one of its tokens or is not contiguous, or if no target counts.
@@ -93,7 +95,7 @@ impl DocumentInputs {
             }
             positions.push(at - start);
         }
-        // Loss weights.
+        // Loss weights, scaled so that their mean over the batch is 1.
         let counted = batch.counted();
         if counted == 0 {
             return fail(

@@ -2,7 +2,7 @@
 //!
 //! With caches ([`StepOptions::generation`](gapless_compile::step::StepOptions::generation)), a prompt is read in
 //! chunks, and each further token costs the computation of one token. Without caches, each token costs a forward pass
-//! over the whole window. Both use the same context and choose the same tokens.
+//! over the whole window. The context and the generated tokens are the same with and without caches.
 
 use std::ops::ControlFlow;
 
@@ -50,7 +50,7 @@ impl GenerateOptions {
         Self { tokens, sampling: Sampling::greedy(), ..Self::default() }
     }
 
-    /// True if any token is ever banned.
+    /// True if these options may ban a token.
     fn has_bans(&self) -> bool {
         let has_first = !self.banned_first.is_empty() || self.min_tokens > 0 && !self.stop.is_empty();
         has_first || !self.banned.is_empty() || self.sampling.no_repeat_ngram_size > 0
@@ -60,24 +60,25 @@ impl GenerateOptions {
 /// A token that was drawn.
 #[derive(Debug, Clone, Copy)]
 pub struct NextToken<'a> {
-    /// Index of the prompt that it continues.
+    /// Index of the prompt that the token continues.
     pub sequence: usize,
     /// The token.
     pub token: u32,
-    /// The logits that it was drawn from, one per id.
+    /// The logits from which the token was drawn, one per id of the vocabulary.
     pub logits: &'a [f32],
 }
 
 impl Trainer {
-    /// Continues prompts, and returns the tokens added to each. The number of caches is the number of prompts that
-    /// are continued at the same time.
+    /// Continues prompts, and returns the tokens added to each prompt. As many prompts are continued at the same time
+    /// as there are caches.
     ///
-    /// `each` is called with every token as soon as it is drawn, and may end the token's sequence. With caches, no
+    /// Every token is passed to `each` as soon as it is drawn, and `each` may end the token's sequence. With caches, no
     /// memory is allocated once the prompts have been read, except by `each`.
     ///
-    /// The window limits the context. When a sequence has filled it, the newer half of the sequence's context is read
-    /// again and continued as a new context. If a prompt is longer than the window, only its last tokens are read.
-    /// The continuation of a prompt does not depend on the other prompts, unless experts choose tokens or drop them.
+    /// The window is the maximum length of a context. When the context of a sequence has filled the window, its newer
+    /// half is read again and becomes the new context. If a prompt is longer than the window, only its last tokens are
+    /// read. The continuation of a prompt does not depend on the other prompts, except in models whose experts choose
+    /// tokens or drop tokens.
     ///
     /// # Errors
     /// Returns an error for an empty prompt, for ids outside the vocabulary, for invalid sampling options, if logits
@@ -164,8 +165,8 @@ impl Trainer {
         Ok(())
     }
 
-    /// Reads the contexts of all sequences, chunk by chunk. If a context has several chunks, the last one is moved
-    /// back so that it is full. It then repeats tokens of the chunk before, and their cache entries are written
+    /// Reads the contexts of all sequences, chunk by chunk. If a context has several chunks, the last chunk begins
+    /// early enough to be full. So it may repeat tokens of the previous chunk, whose cache entries are then written
     /// again. Returns the program whose output holds the logits.
     fn prefill(&mut self, cached: &mut Cached, sequences: &[Sequence]) -> Result<Option<ProgramId>> {
         let Cached { prefill, chunk, batch, window, .. } = *cached;
@@ -176,8 +177,8 @@ impl Trainer {
                 let context = context(slot);
                 let first = (run * chunk).min(context.len().saturating_sub(chunk));
                 for i in 0..chunk {
-                    // Positions after the end of a prompt are filled with id 0; their cache entries are overwritten
-                    // before they are read.
+                    // Positions after the end of a context are filled with id 0. The cache entries of these positions
+                    // are overwritten before they are read.
                     cached.ids[slot * chunk + i] = context.get(first + i).copied().unwrap_or(0);
                     cached.positions[slot * chunk + i] = (first + i) as u32;
                 }
@@ -212,11 +213,11 @@ impl Trainer {
         Ok(Some(decode))
     }
 
-    /// Runs a forward pass over the window of the only sequence.
+    /// Runs a forward pass over the whole window. Without caches, there is only one sequence at a time.
     fn whole_windows(&mut self, whole: &mut Whole, sequences: &[Sequence]) -> Result<()> {
         let context = sequences[0].context(whole.ids.len());
-        // Attention is causal, so padding after the context does not affect the last token of the context. Exception:
-        // if experts choose tokens or drop the lightest, padding competes with them.
+        // Attention is causal, so padding after the context does not affect the last token of the context. Models whose
+        // experts choose tokens or drop tokens are an exception: there, padding competes with the context.
         whole.ids[..context.len()].copy_from_slice(context);
         whole.ids[context.len()..].fill(0);
         let logits = self.logits(&whole.ids)?.get(0)?.get(context.len() - 1)?;
@@ -225,7 +226,7 @@ impl Trainer {
     }
 }
 
-/// The computation of the next token's logits: with caches, or over whole windows.
+/// The way to compute the next token's logits: with caches, or by a forward pass over the whole window.
 #[derive(Debug)]
 enum LogitsSource {
     Cached(Cached),
@@ -287,7 +288,7 @@ struct Sequence {
     tokens: Vec<u32>,
     /// Number of tokens of the prompt.
     prompt: usize,
-    /// Index of the sequence's first token that is in the current context.
+    /// Index in `tokens` of the first token of the current context.
     first: usize,
     has_ended: bool,
     /// For each id, whether it occurs in the sequence. Empty if no rule needs this.
@@ -313,8 +314,8 @@ impl Sequence {
         Self { number, tokens, prompt: prompt.len(), first, has_ended: false, seen, banned, numbers }
     }
 
-    /// Returns the context from which the next token is drawn. For a sequence that has ended, returns the part that
-    /// fits the window.
+    /// Returns the context from which the next token is drawn. If the sequence has ended, the context may exceed the
+    /// window; its first tokens, up to the length of the window, are then returned.
     fn context(&self, window: usize) -> &[u32] {
         let seen = &self.tokens[self.first..];
         &seen[..seen.len().min(window)]
@@ -367,7 +368,7 @@ impl Sequence {
         }
     }
 
-    /// Discards the older half of the context if the context exceeds the window. Returns whether it did.
+    /// Discards the older half of the context if the context exceeds the window. Returns true if it was discarded.
     fn discard_old(&mut self, window: usize) -> bool {
         let is_full = !self.has_ended && self.tokens.len() - self.first > window;
         if is_full {

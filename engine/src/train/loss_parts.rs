@@ -7,20 +7,20 @@ use gapless_runtime::Session;
 
 use crate::error::Result;
 
-/// The terms of a training loss, each with its weight in the loss.
+/// The terms of a training loss. Each term includes its weight, so their sum is the loss.
 #[derive(Debug, Clone, Copy, PartialEq, serde::Serialize)]
 pub struct LossParts {
-    /// The mean of −log p over the targets that count.
+    /// Mean of −log p over the targets that count in the loss.
     #[serde(rename = "loss_likelihood")]
     pub likelihood: f32,
-    /// The balance losses of all routers.
+    /// Sum of the balance losses of all routers; `None` if the loss has no such term.
     #[serde(rename = "loss_balance", skip_serializing_if = "Option::is_none")]
     pub balance: Option<f32>,
-    /// The z-losses of all routers.
+    /// Sum of the z-losses of all routers; `None` if the loss has no such term.
     #[serde(rename = "loss_router_z", skip_serializing_if = "Option::is_none")]
     pub router_z: Option<f32>,
-    /// The sum of the head's label smoothing and z-loss
-    /// ([`StepOptions::loss`](gapless_compile::step::StepOptions::loss)).
+    /// Sum of the terms for label smoothing and z-loss of the head
+    /// ([`StepOptions::loss`](gapless_compile::step::StepOptions::loss)); `None` if the loss has neither.
     #[serde(rename = "loss_regularization", skip_serializing_if = "Option::is_none")]
     pub regularization: Option<f32>,
 }
@@ -49,7 +49,7 @@ impl LossParts {
                 LossPart::RouterZ => router_z = value,
             }
         }
-        // The loss of the head, including the likelihood.
+        // The loss without the terms of routers: the likelihood and the regularization.
         let of_head = loss - balance.unwrap_or_default() - router_z.unwrap_or_default();
         let regularization = likelihood.map(|likelihood| of_head - likelihood);
         let parts = Self { likelihood: likelihood.unwrap_or(of_head), balance, router_z, regularization };

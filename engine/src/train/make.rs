@@ -2,7 +2,7 @@
 //!
 //! - In: a model, options, and optionally a communicator to other ranks or a device.
 //! - Out: a trainer whose arena is reserved and initialized.
-//! - Never: CPU and GPU ranks in one mesh, whose copies of a parameter would drift apart.
+//! - Never: a mesh with both CPU and GPU ranks, because their copies of a parameter would drift apart.
 
 use gapless_compile::Executable;
 use gapless_compile::Target;
@@ -71,10 +71,10 @@ impl TrainerBuilder<'_> {
     /// Builds one rank of a distributed trainer.
     ///
     /// `world` must have as many ranks as the mesh. All ranks must build their trainers with the same model and
-    /// options. After that, all must call the methods that step, evaluate, generate and save together, with the same
-    /// arguments. [`Trainer::step`] takes the whole batch, of which each rank uses its share. A rank can only read
-    /// tensors of its own stages. Of states that are divided among data ranks, it can only read its own part. Under
-    /// [`DeviceChoice::Auto`], all ranks run on CPUs if one of them finds no GPU.
+    /// options. After that, the methods that step, evaluate, generate and save must be called on all ranks, in the same
+    /// order and with the same arguments. [`Trainer::step`] takes the whole batch, and each rank uses its share. A rank
+    /// can only read tensors of its own stages and, if states are divided among data ranks, its own part of each state.
+    /// With [`DeviceChoice::Auto`], all ranks run on CPUs if one of them finds no GPU.
     pub fn distributed(self, world: Box<dyn Communicator>) -> Self {
         Self { world: Some(world), ..self }
     }
@@ -85,9 +85,9 @@ impl TrainerBuilder<'_> {
         Self { device: Some(device), ..self }
     }
 
-    /// Plans one rank of the mesh without reserving memory: training step, evaluation and generation in one arena.
-    /// Returns the same figures as [`Trainer::report`] of a trainer with these options. The plan is for the CPU,
-    /// unless the options name a GPU.
+    /// Plans one rank of the mesh without reserving memory. The plan covers training step, evaluation and generation in
+    /// one arena. Returns the same figures as [`Trainer::report`] of a trainer with these options. The plan is for the
+    /// CPU, unless the options name a GPU.
     ///
     /// # Errors
     /// Returns an error if the options or the model's shapes do not fit together, if the mesh has no rank of this
@@ -100,7 +100,7 @@ impl TrainerBuilder<'_> {
         Ok(Report::of(&executable, compiled.parameters))
     }
 
-    /// Plans all ranks of the mesh. Ranks with the same stages have equal plans, so each group of them is planned
+    /// Plans all ranks of the mesh. Ranks with the same stages have equal plans, so each group of such ranks is planned
     /// once.
     ///
     /// # Errors
@@ -122,8 +122,8 @@ impl TrainerBuilder<'_> {
     /// - if the offload file cannot be created ([`RuntimeError::Offload`](gapless_runtime::Error::Offload));
     /// - if a requested GPU is missing or has no kernels for a step (`RuntimeError::Device`,
     ///   `RuntimeError::NoDeviceKernels`);
-    /// - if there are several ranks, and `world` does not have as many as the mesh;
-    /// - if there are several ranks, and another one fails or runs on another kind of device.
+    /// - if there are several ranks, and `world` and the mesh have different numbers of ranks;
+    /// - if there are several ranks, and another rank fails or runs on another kind of device.
     pub fn build(mut self) -> Result<Trainer> {
         let Some(mut world) = self.world.take() else {
             expect_one_rank(self.options.step.mesh)?;
@@ -143,7 +143,7 @@ impl TrainerBuilder<'_> {
         trainer.join(world)
     }
 
-    /// Builds a rank that is not connected to the others yet.
+    /// Builds the trainer of a rank, without a connection to the other ranks.
     fn rank(&mut self, rank: usize) -> Result<Trainer> {
         let Self { build, options, purpose, .. } = self;
         let _span = tracing::info_span!("compile", rank).entered();
@@ -179,9 +179,8 @@ impl Trainer {
         Self::builder(build, options).build()
     }
 
-    /// Starts a builder from a model and options. Besides the trainers that [`Self::new`] builds, a builder can build
-    /// trainers for several ranks, for a given device or for inference. It can also plan a trainer without building
-    /// it.
+    /// Creates a builder from a model and options. Unlike [`Self::new`], a builder can build trainers for several
+    /// ranks, for a given device or for inference. It can also plan a trainer without building one.
     pub fn builder<'a, M: Model + 'a>(
         build: impl Fn(VarBuilder) -> gapless_graph::Result<M> + 'a,
         options: impl Into<TrainOptions>,
@@ -196,7 +195,7 @@ impl Trainer {
         }
     }
 
-    /// Connects the rank to the others, after checking that they have the same model.
+    /// Connects this rank to the other ranks, after checking that all ranks have the same model.
     fn join(mut self, mut world: Box<dyn Communicator>) -> Result<Self> {
         expect_equal(&mut *world, &[("model", self.model.clone())])?;
         let mesh = self.options.step.mesh;
@@ -210,7 +209,8 @@ impl Trainer {
         Ok(self)
     }
 
-    /// Returns a communicator of the same ranks that exchanges device memory, or `None` if this is not supported.
+    /// Returns a communicator of the same ranks that exchanges device memory, or `None` if the device does not support
+    /// this.
     #[cfg(feature = "cuda")]
     fn between_devices(&mut self, world: &mut dyn Communicator) -> Result<Option<Box<dyn Communicator>>> {
         Ok(self.session.connect_devices(world)?)
@@ -288,8 +288,8 @@ impl Trainer {
         })
     }
 
-    /// Returns a trainer on a GPU. If the options allow the CPU and no GPU can be used, returns the reason instead,
-    /// or `None` if the options choose the CPU.
+    /// Returns a trainer on a GPU. If the trainer must run on the CPU instead, returns an inner error: `None` if the
+    /// options choose the CPU, or else the reason why `Auto` finds no usable GPU.
     #[cfg(feature = "cuda")]
     fn on_gpu(
         build: &Build<'_>,
@@ -306,8 +306,8 @@ impl Trainer {
             DeviceChoice::Cpu => Ok(Err(None)),
             DeviceChoice::Cuda(ordinal) => on(ordinal).map(Ok),
             DeviceChoice::Auto => match on(local_index(rank) % cuda::Nvidia::count().max(1)) {
-                // A GPU that is full or fails must not lead to slow training on the CPU, so both are errors. An
-                // invalid model is an error as well.
+                // Only the absence of a usable GPU leads to the CPU. A GPU that is full or fails is an error, because
+                // training on the CPU would be unexpectedly slow. An invalid model is an error as well.
                 Err(TrainError::Runtime(RuntimeError::Device(why))) if !why.is_absence() => Err(why.into()),
                 Err(why @ TrainError::Runtime(RuntimeError::Device(_) | RuntimeError::NoDeviceKernels { .. })) => {
                     Ok(Err(Some(why.to_string())))
@@ -329,18 +329,19 @@ impl Trainer {
     }
 }
 
-/// Returns a rank's index among the ranks of its host. For processes, the launcher provides the index. Ranks that are
-/// threads are all on one host.
+/// Returns a rank's index among the ranks of its host. If the ranks are processes, the launcher provides this index. If
+/// they are threads, all are on one host, and the index is the rank.
 #[cfg(feature = "cuda")]
 fn local_index(rank: usize) -> usize {
     let launched = gapless_parallel::World::discover().ok().flatten();
     launched.and_then(|world| world.local_rank).unwrap_or(rank)
 }
 
-/// Returns whether all ranks run on the same kind of device. If they don't, all must be built again on the CPU.
+/// Returns true if all ranks run on the same kind of device. If the result is false, all ranks must be built again on
+/// the CPU.
 ///
 /// # Errors
-/// Returns an error if the ranks run on different kinds of devices and at least one was told to use a GPU.
+/// Returns an error if the ranks run on different kinds of devices, and the options of at least one rank name a GPU.
 fn same_device_kind(world: &mut dyn Communicator, is_gpu: bool, choice: DeviceChoice) -> Result<bool> {
     const CPU: u8 = 0;
     const HOPED_FOR: u8 = 1;

@@ -41,14 +41,14 @@ use gapless_runtime::RunOptions;
 #[cfg(feature = "cuda")]
 use gapless_runtime::cuda;
 
-/// The result of a step.
+/// The result of a training step.
 #[derive(Debug, Clone, Copy, PartialEq, serde::Serialize)]
 pub struct StepReport {
-    /// The step, counted from 0.
+    /// Index of the step, counted from 0.
     pub step: u64,
-    /// Mean loss over the batch, before the update, including all terms that are minimized.
+    /// Mean loss over the batch, with the parameters from before the update. It includes all terms that are minimized.
     pub loss: f32,
-    /// The terms of the loss; `None` if the likelihood is the only one.
+    /// The terms of the loss; `None` if the likelihood is the only term.
     #[serde(flatten)]
     pub loss_parts: Option<LossParts>,
     /// Norm over the elements of all gradients, before clipping.
@@ -78,14 +78,14 @@ impl Default for SkipThresholds {
 }
 
 impl SkipThresholds {
-    /// True if a step is within the limits.
+    /// True if a step with this loss and gradient norm is not skipped.
     fn allow(self, loss: f32, gradient_norm: f32) -> bool {
         let is_within = |x: f32, limit: f32| x.is_finite() && x <= limit;
         is_within(loss, self.loss) && is_within(gradient_norm, self.gradient_norm)
     }
 }
 
-/// A model, its optimizer and all their memory.
+/// A model and its optimizer, with all memory that they use.
 #[derive(Debug)]
 pub struct Trainer {
     session: Box<Session>,
@@ -95,7 +95,7 @@ pub struct Trainer {
     programs: Programs,
     parameters: u64,
     vocabulary: usize,
-    /// The tensors that a checkpoint of this rank contains, and how they are divided among ranks.
+    /// The tensors that a checkpoint of this rank contains, and their division among ranks.
     layout: CheckpointLayout,
     /// Names of the watched values that a step outputs.
     watched: Vec<String>,
@@ -144,7 +144,7 @@ impl Trainer {
         &self.device
     }
 
-    /// Returns the GPU memory in use, by purpose, or `None` on the CPU.
+    /// Returns the bytes of GPU memory that are in use, by purpose. Returns `None` if the trainer runs on the CPU.
     ///
     /// # Errors
     /// Returns `RuntimeError::Device` if the driver fails.
@@ -179,7 +179,7 @@ impl Trainer {
     /// Trains one step on a batch of token ids and their targets, both [batch × sequence]. Allocates no memory.
     ///
     /// # Errors
-    /// - Returns [`TrainError::NonFinite`] if the loss or a gradient is not finite. The model is then unchanged,
+    /// - Returns [`TrainError::NonFinite`] if the loss or a gradient is not finite. This leaves the model unchanged,
     ///   unless [`MemoryOptions::release_gradients`](gapless_compile::step::MemoryOptions::release_gradients) is set.
     /// - Returns an error if an id is outside the vocabulary, or if the batch has the wrong size.
     /// - Returns [`RuntimeError::Communicator`](gapless_runtime::Error::Communicator) if another rank fails.
@@ -238,13 +238,13 @@ impl Trainer {
         self.limits = limits;
     }
 
-    /// Returns the time that the last step or evaluation spent on each activity, or `None` on a GPU, which runs a
-    /// step as one graph.
+    /// Returns the time that the last step or evaluation spent on each activity. Returns `None` on a GPU, where a step
+    /// is a single graph whose parts are not timed.
     pub fn times(&self) -> Option<Times> {
         self.session.times()
     }
 
-    /// Trains one step on a GPU and returns the time of each instruction. The model is updated as by [`Self::step`].
+    /// Trains one step on a GPU like [`Self::step`], and returns the time of each instruction.
     ///
     /// # Errors
     /// Returns the errors of [`Self::step`] except [`TrainError::NonFinite`]. Also returns an error on the CPU, where
@@ -270,7 +270,8 @@ impl Trainer {
         self.step(&flat(tokens)?, &flat(targets)?)
     }
 
-    /// Returns the mean loss over `evaluation_batch` sequences, computed without dropout.
+    /// Returns the mean loss over a batch of `evaluation_batch` sequences. Dropout is off, and the model is not
+    /// changed.
     ///
     /// # Errors
     /// Returns the errors of [`Self::step`] except [`TrainError::NonFinite`].
@@ -315,15 +316,15 @@ impl Trainer {
         Ok(self.session.output(program, "logits")?.to_dtype(DType::F32)?)
     }
 
-    /// Returns the statistics, so far, of the arena for the rows that experts receive
-    /// ([`MemoryOptions::routing`](gapless_compile::step::MemoryOptions::routing)), or `None` if no size depends on
-    /// data.
+    /// Returns statistics over all runs so far of the arena for the rows that experts receive
+    /// ([`MemoryOptions::routing`](gapless_compile::step::MemoryOptions::routing)). Returns `None` if no buffer's size
+    /// depends on data.
     pub fn routing(&self) -> Option<ArenaReport> {
         self.session.routing()
     }
 
-    /// Checks that buffers of the last run that were alive at the same time do not overlap, both planned buffers and
-    /// those placed at run time. Returns the number of buffers placed at run time.
+    /// Checks that no two buffers overlap that were alive at the same time in the last run. This covers planned buffers
+    /// and buffers placed at run time. Returns the number of buffers placed at run time.
     ///
     /// # Errors
     /// Returns [`RuntimeError::BadRun`](gapless_runtime::Error::BadRun) with all overlaps.
@@ -398,7 +399,7 @@ impl Trainer {
 
     /// Writes this rank's share of inputs that have one element per token of the batch.
     fn write_inputs<T: Element>(&mut self, program: ProgramId, share: Share, inputs: &[(&str, &[T])]) -> Result<()> {
-        // A rank has only those inputs that its stages read.
+        // The program of a rank only has the inputs that the rank's stages read.
         for (name, data) in inputs {
             if !self.session.has_input(program, name) {
                 continue;

@@ -18,14 +18,14 @@ pub struct TrainOptions {
     pub learning_rate: LearningRate,
     /// Seed of the initial parameters and of dropout.
     pub seed: u64,
-    /// The device to run on. [`TrainerBuilder::plan`](super::TrainerBuilder::plan) plans for the CPU unless this
+    /// The device to run on. [`TrainerBuilder::plan`](super::TrainerBuilder::plan) plans for the CPU unless this option
     /// names a GPU.
     pub device: DeviceChoice,
     /// Number of worker threads of each rank; 0 uses all cores. If several ranks are threads of one process, 0 starts
-    /// too many. The results do not depend on this number.
+    /// more threads than there are cores. The results do not depend on the number of threads.
     pub threads: usize,
-    /// Whether dead ranges of the arena are filled with NaN between instructions. A debugging aid: results must not
-    /// change.
+    /// Whether dead ranges of the arena are filled with NaN between instructions. This is a debugging aid: if it
+    /// changes the results, an instruction reads a dead range.
     pub poison: bool,
 }
 

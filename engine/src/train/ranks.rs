@@ -1,4 +1,4 @@
-//! Communicators between the ranks of a mesh, and checks that all ranks agree.
+//! Communicators between the ranks of a mesh, and checks that all ranks have equal settings and data.
 
 use gapless_kernels::Element;
 use gapless_parallel::Mesh;
@@ -28,7 +28,8 @@ pub(super) fn expect_ranks(world: &dyn Communicator, mesh: Mesh) -> Result<()> {
     Ok(())
 }
 
-/// Splits the communicator of all ranks into those for this rank's pipeline, batch, experts and replicas.
+/// Splits the communicator of all ranks into one communicator each for this rank's pipeline, batch, experts and
+/// replicas.
 pub(super) fn communicators(world: &mut dyn Communicator, mesh: Mesh) -> Result<Communicators> {
     let at = mesh.coordinate(world.rank());
     let Mesh { expert, .. } = mesh;
@@ -46,14 +47,14 @@ pub(super) fn communicators(world: &mut dyn Communicator, mesh: Mesh) -> Result<
 /// Bytes of a value's digest.
 const DIGEST: usize = 8;
 
-/// Checks that named values are equal on all ranks. All ranks return the same result, except that each error shows
-/// the rank's own value.
+/// Checks that named values are equal on all ranks. If they are not, all ranks return the same error, except that each
+/// rank's error shows the rank's own value.
 ///
 /// # Errors
 /// Returns [`TrainError::RanksDiffer`] with the first rank that differs from rank 0, and the name of the value that
 /// differs.
 pub(super) fn expect_equal(world: &mut dyn Communicator, values: &[(&'static str, String)]) -> Result<()> {
-    // Compare the names first, because a rank of another build may have other settings, and another number of them.
+    // Compare the names first, because the ranks may run different builds, which have different settings.
     let names: String = values.iter().map(|(name, _)| format!("{name} ")).collect();
     let build = [("program version", format!("{} {names}", env!("CARGO_PKG_VERSION")))];
     compare_digests(world, &build)?;
@@ -83,7 +84,7 @@ fn digest(bytes: &[u8]) -> [u8; DIGEST] {
 /// The interval, in steps, at which ranks compare their batches, starting with the first step.
 const COMPARED_EVERY: u64 = 100;
 
-/// Compares the batches given to all ranks at some steps, without allocating memory.
+/// Compares the batches that are given to all ranks, at every 100th step and without allocating memory.
 #[derive(Debug)]
 pub(super) struct BatchCheck {
     all: Vec<u8>,
@@ -94,10 +95,11 @@ impl BatchCheck {
         Self { all: vec![0; ranks * 2 * DIGEST] }
     }
 
-    /// Checks that all ranks have the same step and batch. Steps between two comparisons are not checked.
+    /// Every 100th step, checks that all ranks have the same step number and the same batch. Does nothing at other
+    /// steps.
     ///
     /// # Errors
-    /// Returns [`TrainError::RanksDiffer`] on all ranks.
+    /// Returns [`TrainError::RanksDiffer`] on all ranks if a rank differs.
     pub fn run(&mut self, world: &mut dyn Communicator, step: u64, batch: &Batch<'_>) -> Result<()> {
         if !step.is_multiple_of(COMPARED_EVERY) {
             return Ok(());

@@ -2,16 +2,17 @@
 //!
 //! - In: the logits of one token, the ids seen so far, and a random number in [0, 1).
 //! - Out: an id.
-//! - Never: a heap allocation, or a choice that depends on anything else.
+//! - Never: a heap allocation, or a choice that depends on anything but these inputs and the options.
 
 use crate::error::{Result, TrainError};
 
 /// Sampling options. They apply in this order:
 ///
 /// 1. the repetition penalty, and bans of repeated sequences;
-/// 2. the temperature. If it is 0, the most likely token is taken and the options below have no effect;
-/// 3. `top_k`, and then `top_p` and `min_p`, both on the tokens that `top_k` has left;
-/// 4. `typical_p`, `epsilon_cutoff` and `eta_cutoff`, each applied to the tokens that the previous one has left.
+/// 2. the temperature. If it is 0, the most likely token is taken and steps 3 and 4 have no effect;
+/// 3. `top_k`, and then `top_p` and `min_p`, which are both applied to the tokens that `top_k` has kept;
+/// 4. `typical_p`, `epsilon_cutoff` and `eta_cutoff`, in this order. Each is applied to the tokens that the options
+///    before it have kept.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Sampling {
     /// Divisor of the logits; 0 takes the most likely token.
@@ -21,19 +22,19 @@ pub struct Sampling {
     /// Keeps the smallest set of most likely tokens with at least this total probability (Holtzman et al., arXiv
     /// 1904.09751).
     pub top_p: f32,
-    /// Keeps tokens with at least this fraction of the probability of the most likely one (Nguyen et al., arXiv
-    /// 2407.01082).
+    /// Keeps tokens whose probability is at least this fraction of the most likely token's probability (Nguyen et al.,
+    /// arXiv 2407.01082).
     pub min_p: f32,
-    /// Keeps the tokens whose information (−log p) is closest to the entropy, up to this total probability. This is
-    /// locally typical sampling (Meister et al., arXiv 2202.00666, section 4).
+    /// Locally typical sampling (Meister et al., arXiv 2202.00666, section 4): keeps the tokens whose information (−log
+    /// p) is closest to the entropy of the distribution, until their total probability reaches this value.
     pub typical_p: f32,
     /// Keeps tokens with at least this probability (Hewitt et al., arXiv 2210.15191); 0 keeps all.
     pub epsilon_cutoff: f32,
     /// Keeps tokens with at least the probability min(ε, √ε·exp(−entropy)), where ε is this option (Hewitt et al.,
     /// section 4); 0 keeps all.
     pub eta_cutoff: f32,
-    /// Penalty on tokens that already occur in the sequence. Positive logits are divided by it and negative ones
-    /// multiplied (Keskar et al., arXiv 1909.05858).
+    /// Penalty on tokens that already occur in the sequence (Keskar et al., arXiv 1909.05858). A positive logit of such
+    /// a token is divided by the penalty, and a negative one is multiplied by it.
     pub repetition_penalty: f32,
     /// Bans any sequence of this many tokens that already occurs in the prompt or the continuation; 0 bans none.
     pub no_repeat_ngram_size: usize,
@@ -64,7 +65,8 @@ impl Sampling {
         Self { temperature: 0.0, top_k: 0, ..Self::default() }
     }
 
-    /// True if one of the options of step 4 is set, which depend on the probabilities of the tokens left by step 3.
+    /// True if an option of step 4 of [`Sampling`] is set. These options depend on the probabilities of the tokens that
+    /// step 3 has kept.
     fn goes_by_probability(&self) -> bool {
         self.typical_p < 1.0 || self.epsilon_cutoff > 0.0 || self.eta_cutoff > 0.0
     }
@@ -110,7 +112,8 @@ impl Candidate {
     }
 }
 
-/// Number of most likely tokens to sort first. If they are not enough, eight times as many are sorted, and so on.
+/// Number of most likely tokens that are sorted first. If more tokens are needed, eight times as many are sorted, and
+/// so on.
 const SORTED: usize = 64;
 
 impl Sampler {
@@ -118,9 +121,9 @@ impl Sampler {
         Self { sampling, candidates: Vec::with_capacity(vocabulary) }
     }
 
-    /// Draws a token: the one at `point`, in [0, 1), of the cumulative distribution of the tokens that the options
-    /// keep, most likely first. Banned tokens are never drawn. Returns `None` if a logit is NaN, or if no allowed
-    /// token has a finite logit.
+    /// Draws a token. The tokens that the options keep form a cumulative distribution, the most likely token first. The
+    /// result is the token at `point` of this distribution; `point` is in [0, 1). Banned tokens are never drawn.
+    /// Returns `None` if a logit is NaN, or if no allowed token has a finite logit.
     pub fn choose(&mut self, logits: &[f32], seen: &[bool], banned: &[bool], point: f32) -> Option<u32> {
         let Sampling { temperature, top_k, top_p, min_p, repetition_penalty, .. } = self.sampling;
         let penalised = |(id, &logit): (usize, &f32)| {
@@ -150,8 +153,8 @@ impl Sampler {
         let weight = |candidate: &Candidate| f64::from(((candidate.logit - best.logit) / temperature).exp());
         let total: f64 = self.candidates.iter().map(weight).sum();
 
-        // Sort only as many tokens as needed. That is up to the probability that `top_p` or `point` requires, or all
-        // of them if an option of step 4 is set.
+        // Sort only as many tokens as needed. If an option of step 4 is set, these are all tokens. Otherwise they are
+        // the most likely tokens whose total probability reaches `top_p` or `point`.
         let is_cut_later = self.sampling.goes_by_probability();
         let wanted = match (top_p < 1.0, is_cut_later) {
             (true, _) => total * f64::from(top_p),
@@ -182,7 +185,7 @@ impl Sampler {
             self.keep_by_probability();
             (kept, sum) = (self.candidates.len(), self.candidates.iter().map(weight).sum());
         }
-        // If an option limits the tokens, `point` refers to the distribution of the kept ones. If none does, it
+        // If an option has limited the tokens, `point` refers to the distribution of the kept tokens. Otherwise `point`
         // refers to the whole distribution, of which only the beginning was sorted.
         let has_limit = top_p < 1.0 || min_p > 0.0 || is_cut_later;
         let mut left = f64::from(point) * if has_limit { sum } else { total };
@@ -194,7 +197,7 @@ impl Sampler {
     }
 
     /// Keeps the candidates that `typical_p`, `epsilon_cutoff` and `eta_cutoff` allow. Each option is applied to the
-    /// candidates that the previous one has left. Candidates are sorted by likelihood before and after.
+    /// candidates that the previous option has kept. The candidates must be sorted by likelihood, and stay sorted.
     fn keep_by_probability(&mut self) {
         let Sampling { temperature, typical_p, epsilon_cutoff, eta_cutoff, .. } = self.sampling;
         let all = &mut self.candidates;
@@ -226,7 +229,7 @@ impl Sampler {
     }
 }
 
-/// Probabilities and entropy of some candidates.
+/// The probabilities of a list of candidates, and the entropy of this distribution.
 struct Distribution {
     best: f32,
     temperature: f32,
@@ -395,8 +398,8 @@ mod tests {
             // min(0.2, 0.447 · exp(−1.142) = 0.143)
             (Sampling { eta_cutoff: 0.2, ..plain }, &[0, 1, 2]),
             (Sampling { eta_cutoff: 0.01, ..plain }, &[0, 1, 2, 3]),
-            // The cutoff applies to the first three tokens, whose renormalized probabilities are 0.526, 0.316 and
-            // 0.158.
+            // The cutoff applies to the first three tokens. Their probabilities, divided by their sum, are 0.526, 0.316
+            // and 0.158.
             (Sampling { top_k: 3, epsilon_cutoff: 0.155, ..plain }, &[0, 1, 2]),
             (Sampling { typical_p: 0.2, ..Sampling::greedy() }, &[0]),
         ] {

@@ -1,8 +1,10 @@
-//! A trainer's state on disk: everything needed to continue with the same bits, on the same mesh of ranks or another.
+//! A trainer's state on disk: everything that is needed to continue training with the same bits. The mesh of ranks that
+//! continues may differ from the mesh that saved.
 //!
-//! Every tensor is saved by one rank: the one that updates it, or the first of several. States that are divided among
-//! data ranks are saved in parts, each a contiguous range of the flattened elements. A resuming rank reads the ranges
-//! that it needs, from any files that contain them. So the mesh may differ from the one that saved.
+//! Every tensor is saved by the rank that updates it. If several ranks update copies of a tensor, the first of these
+//! ranks saves it. States that are divided among data ranks are saved in parts, each a contiguous range of the
+//! flattened elements. A resuming rank reads the ranges that it needs, from any files that contain these ranges. So the
+//! files do not depend on the mesh that reads them.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -24,7 +26,8 @@ use crate::error::{Result, TrainError};
 
 const ROLES: [(&str, Role); 2] = [("model", Role::Parameter), ("optimizer", Role::OptimizerState)];
 
-/// The files that a rank has written, or the error that stopped it. Sent to the rank that commits the checkpoint.
+/// The files that a rank has written, or the error because of which it could not write them. This is sent to the rank
+/// that commits the checkpoint.
 #[derive(Debug, Serialize, Deserialize)]
 struct Written {
     files: WrittenFiles,
@@ -37,12 +40,12 @@ struct Written {
 type Copies = BTreeMap<String, String>;
 
 impl Trainer {
-    /// Saves parameters, optimizer states, step and seed as `dir/step-…`, and returns this folder. `run` is stored in
-    /// the manifest. It holds what the caller needs to continue, such as the position in the data and the model's
-    /// configuration.
+    /// Saves parameters, optimizer states, step and seed in a new folder `dir/step-…`, and returns the path of this
+    /// folder. `run` is stored in the manifest. It should contain everything else that the caller needs to continue,
+    /// such as the position in the data and the model's configuration.
     ///
-    /// With several ranks, all must call this method, and `dir` must be the same folder for all. The checkpoint
-    /// becomes valid once all ranks have written their files.
+    /// With several ranks, all ranks must call this method with the same folder `dir`. The checkpoint becomes valid
+    /// once all ranks have written their files.
     ///
     /// # Errors
     /// Returns an error if writing fails on any rank, for example because the disk is full. Earlier checkpoints stay
@@ -68,8 +71,8 @@ impl Trainer {
         if path.is_err() {
             draft.discard();
         }
-        // The name of the first rank's folder, or that rank's error. Only the name is sent, because other ranks may
-        // reach the parent folder by another path.
+        // Send the name of the folder that the first rank has created, or the first rank's error. Only the name is
+        // sent, because the path of the parent folder may differ between ranks.
         let name = path.as_ref().ok().and_then(|path| Some(path.as_ref()?.file_name()?.to_string_lossy().into_owned()));
         let (names, errors): (Vec<Option<String>>, _) = self.all((name, path.err()))?.into_iter().unzip();
         first_error(errors)?;
@@ -80,9 +83,9 @@ impl Trainer {
     /// been saved by any mesh of ranks. Returns the `run` value that was passed to [`Self::save`].
     ///
     /// # Errors
-    /// Returns an error if the checkpoint is of another model; the trainer is then unchanged. Also returns an error
-    /// if a file cannot be read, or has changed since the checkpoint was opened. The trainer then holds a mixture of
-    /// old and new tensors, and must be rebuilt.
+    /// Returns an error if the checkpoint was saved from another model; this leaves the trainer unchanged. Also returns
+    /// an error if a file cannot be read, or has changed since the checkpoint was opened. After such an error, the
+    /// trainer holds a mixture of old and new tensors, and must be rebuilt.
     pub fn resume(&mut self, checkpoint: &Checkpoint) -> Result<Value> {
         self.training()?;
         checkpoint.expect("tensors", &self.saved_shapes())?;
@@ -105,7 +108,7 @@ impl Trainer {
         Ok(metadata["run"].clone())
     }
 
-    /// Loads only the parameters of a checkpoint. For a model built with
+    /// Loads only the parameters of a checkpoint, for a model built with
     /// [`for_inference`](super::TrainerBuilder::for_inference).
     ///
     /// # Errors
@@ -125,8 +128,9 @@ impl Trainer {
         self.fill_from(checkpoint, ROLES[0])
     }
 
-    /// Like [`Self::load`], but parameters that have an average are loaded with the average instead
-    /// ([`UpdateOptions::average`](gapless_compile::step::UpdateOptions::average)).
+    /// Like [`Self::load`], but for each parameter that has a moving average
+    /// ([`UpdateOptions::average`](gapless_compile::step::UpdateOptions::average)), loads the average instead of the
+    /// parameter.
     ///
     /// # Errors
     /// Returns the errors of [`Self::load`], and an error if the checkpoint contains no averages.
@@ -173,7 +177,8 @@ impl Trainer {
         Ok(())
     }
 
-    /// Returns hashes of the parameters that other ranks may have copies of, by name and first element.
+    /// Returns the hashes of the parameters of which other ranks may have copies. The keys contain the name and the
+    /// index of the first element.
     fn copies(&self) -> Result<Copies> {
         if self.world.is_none() {
             return Ok(Copies::new());
@@ -188,7 +193,7 @@ impl Trainer {
         })?)
     }
 
-    /// Writes the tensors that this rank is responsible for.
+    /// Writes the tensors that this rank has to save.
     fn write_own(&self, draft: &Draft) -> Result<Written> {
         let mesh = &self.options.step.mesh;
         let suffix = match mesh.ranks()? {
@@ -201,8 +206,8 @@ impl Trainer {
             let mut sections = Vec::new();
             for (file, (_, role)) in files.iter().zip(ROLES) {
                 let part_of = |name: &str| self.layout.parts.get(name).copied();
-                // Copies are equal, so only the first of the ranks with copies writes. Frozen parameters are not
-                // updated on any stage, so every stage that has them writes them.
+                // Copies are equal, so only the first of the ranks with copies writes. Frozen parameters are updated on
+                // no stage, so every stage that has such a parameter writes it.
                 let frozen = |name: &str| self.layout.frozen.contains(name) || !self.layout.shapes.contains_key(name);
                 let mine = |t: &&gapless_runtime::PersistentBytes<'_>| {
                     let name = &t.label.tensor;
@@ -237,8 +242,8 @@ impl Trainer {
         })
     }
 
-    /// Returns how products of two bf16 factors are computed on the CPU, or `None` if the step has no such products
-    /// there.
+    /// Returns the name of the method by which the CPU multiplies bf16 matrices. Returns `None` if the step has no such
+    /// products or does not run on the CPU.
     fn bf16_products(&self) -> Option<&'static str> {
         let has_some = self.options.step.precision != Precision::F32 && !self.device.is_gpu;
         has_some.then(|| Bf16Products::chosen().name())
@@ -268,7 +273,7 @@ impl Trainer {
         self.world.as_ref().map_or(0, |world| world.rank())
     }
 
-    /// True if `mine` is true on any rank. With several ranks, all must call it.
+    /// Returns true if `mine` is true on at least one rank. With several ranks, all ranks must call this method.
     ///
     /// # Errors
     /// Returns an error if another rank fails.
@@ -287,7 +292,7 @@ impl Trainer {
         }
     }
 
-    /// Returns the name and shape of every tensor in a checkpoint. Together they identify the model.
+    /// Returns the names and shapes of all tensors in a checkpoint, which identify the model.
     fn saved_shapes(&self) -> Value {
         let mut shapes: Map<String, Value> =
             self.layout.shapes.iter().map(|(name, shape)| (name.clone(), json!(shape))).collect();
@@ -341,8 +346,8 @@ fn exchange<T: Serialize + for<'a> Deserialize<'a>>(world: &mut dyn Communicator
     texts.chunks_exact(longest.max(1)).zip(&sizes).map(read).collect()
 }
 
-/// Fills `bytes` with the bytes of a tensor from offset `start` on, reading them from the saved parts that contain
-/// them.
+/// Fills `bytes` with the bytes of a tensor, beginning at offset `start` of the tensor. Reads them from the saved parts
+/// that contain these bytes.
 fn fill(
     sections: &[&SavedSection],
     metadata: &Value,

@@ -19,7 +19,8 @@ impl Trainer {
         self.session.tensor(name).map_err(|error| self.elsewhere(name).unwrap_or_else(|| error.into()))
     }
 
-    /// Returns the error for a tensor that belongs to another rank of the pipeline, or `None` if the tensor does not.
+    /// If the tensor belongs to another rank of the pipeline, returns an error that names this rank. Otherwise returns
+    /// `None`.
     fn elsewhere(&self, name: &str) -> Option<TrainError> {
         let stage = *self.layout.stages.get(name)?;
         let StepOptions { mesh, pipeline, micro_batches, .. } = &self.options.step;
@@ -63,8 +64,8 @@ impl Trainer {
         self.session.executable().specs(gapless_alloc::Role::Parameter).map(|(name, _)| name)
     }
 
-    /// Overwrites an optimizer state, or a parameter together with its f32 master if there is one. If a tensor is
-    /// divided among ranks, `value` is this rank's part, flattened.
+    /// Overwrites an optimizer state or a parameter. If the parameter has an f32 master, the master is overwritten too.
+    /// If the tensor is divided among ranks, `value` must be this rank's part, flattened.
     ///
     /// # Errors
     /// Returns an error if no tensor has this name and shape.
@@ -78,14 +79,14 @@ impl Trainer {
         self.set_elements(name, &value.flatten_all()?.to_dtype(DType::F32)?.to_vec1::<f32>()?)
     }
 
-    /// Like [`Self::set_tensor`], with the elements in row-major order.
+    /// Like [`Self::set_tensor`], but takes the elements as a slice, in row-major order.
     ///
     /// # Errors
     /// Returns an error if no tensor has this name and size.
     pub fn set_elements(&mut self, name: &str, data: &[f32]) -> Result<()> {
         for copy in self.layout.copies.get(name).into_iter().flatten() {
-            // The master may be absent or partial: a stage that only reads the parameter has no master, and each of
-            // several data ranks has only a part of it.
+            // A stage that only reads the parameter has no master. With several data ranks, each rank has only a part
+            // of the master.
             let first = |name: &str| self.layout.parts.get(name).map_or(0, |part| part.first);
             let own = first(copy) - first(name);
             if let Ok(found) = self.session.executable().find_persistent(copy) {

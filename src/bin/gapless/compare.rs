@@ -1,5 +1,5 @@
-//! `gapless compare`: computes the bytes that each allocator would reserve for a table of lifetimes, a snapshot or a
-//! training step.
+//! `gapless compare`: computes the bytes that each allocator would reserve. The requests come from a table of
+//! lifetimes, a snapshot or a training step.
 
 use std::fmt::{self, Display};
 use std::fs::File;
@@ -100,12 +100,12 @@ struct Outcome {
     title: String,
     #[serde(flatten)]
     compared: Compared,
-    /// The last request of a snapshot that PyTorch could not serve, if there is one.
+    /// The last request of the snapshot that PyTorch could not serve; `None` if PyTorch served all requests.
     #[serde(skip_serializing_if = "Option::is_none")]
     refused: Option<OutOfMemory>,
 }
 
-/// A request that PyTorch could not serve, and the results of all allocators for the program up to it.
+/// A request that PyTorch could not serve, and the results of all allocators for the program up to this request.
 #[derive(Serialize)]
 struct OutOfMemory {
     #[serde(flatten)]
@@ -144,15 +144,15 @@ impl Display for Outcome {
     }
 }
 
-/// An allocation program that is replayed.
+/// A sequence of allocations and frees, which is replayed through the allocators.
 #[derive(Clone)]
 struct Program {
     title: String,
     problem: Problem,
     requests: Requests,
-    /// The plan of the program, if the program has already been planned.
+    /// The plan of the program; `None` if the program has not been planned yet.
     plan: Option<Solution>,
-    /// The last refused request, and the program up to it.
+    /// The last request that PyTorch could not serve, and the program up to this request.
     refused: Option<(Refused, Box<Program>)>,
 }
 
@@ -188,7 +188,7 @@ fn replayed(arguments: &Arguments, program: Program, capacity: Option<u64>) -> a
     ))
 }
 
-/// Reads the program to replay: a table, a snapshot, or the ranks of a step.
+/// Reads the programs to replay: one for a table or a snapshot, or one for each rank of a step.
 fn read(arguments: &Arguments) -> anyhow::Result<Vec<Program>> {
     let title = |path: &Path| path.file_name().unwrap_or_default().to_string_lossy().into_owned();
     let cannot = |path: &Path| format!("cannot read {}", path.display());
@@ -225,8 +225,8 @@ fn read(arguments: &Arguments) -> anyhow::Result<Vec<Program>> {
     }
 }
 
-/// Returns the programs of a step's ranks: their plans or, with an eager `lowering`, their lifetimes in an eager
-/// framework.
+/// Returns the programs of a step's ranks. If `lowering` selects an eager framework, they have the lifetimes in this
+/// framework. Otherwise they have the compiled lifetimes, and their plans.
 fn of_ranks(step: &Step) -> anyhow::Result<Vec<Program>> {
     let graph = step.record()?;
     let planned = |&rank: &usize| {
@@ -247,7 +247,7 @@ fn of_ranks(step: &Step) -> anyhow::Result<Vec<Program>> {
     step.ranks.iter().map(planned).collect()
 }
 
-/// Opens a file; a gzipped one is decompressed.
+/// Opens a file for reading. A gzipped file is decompressed.
 fn open(path: &Path) -> anyhow::Result<Box<dyn BufRead>> {
     let cannot = || format!("cannot open {}", path.display());
     let mut file = BufReader::new(File::open(path).with_context(cannot)?);

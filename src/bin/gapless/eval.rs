@@ -132,7 +132,7 @@ impl ModelSource {
         })
     }
 
-    /// Number of tokens in the model's vocabulary.
+    /// Returns the number of tokens in the model's vocabulary.
     fn vocabulary(&self) -> usize {
         match self {
             Self::Run(run) => run.vocabulary.size(),
@@ -140,9 +140,9 @@ impl ModelSource {
         }
     }
 
-    /// Tokenizes a text. Each document begins with the special tokens that the tokenizer puts before a text. If there
-    /// are several documents (lines of a .jsonl file, or files of a folder), each ends with the end-of-text token of
-    /// the run or folder.
+    /// Tokenizes the text that the arguments name. Each document begins with the special tokens that the tokenizer puts
+    /// before a text. If there are several documents, which are lines of a .jsonl file or files of a folder, each also
+    /// ends with the end-of-text token of the run or model folder.
     fn encode(&self, arguments: &Arguments) -> anyhow::Result<Vec<u32>> {
         let corpus = Corpus::read(&arguments.data)?;
         let texts = corpus.documents();
@@ -188,7 +188,8 @@ enum Windows {
 }
 
 impl Windows {
-    /// Opens a text, token ids or a dataset. If a text is shorter than a window, the window is shortened.
+    /// Opens a text, token ids or a dataset, and divides the tokens into windows of `sequence` tokens. If the text is
+    /// too short for one window, `sequence` is reduced so that the whole text is one window.
     fn open(source: &ModelSource, arguments: &Arguments, sequence: &mut usize) -> anyhow::Result<Self> {
         let path = &arguments.data;
         if path.join("dataset.json").exists() {
@@ -226,7 +227,7 @@ impl Windows {
         }
     }
 
-    /// Whether the documents of a window are isolated from each other, as they were in training.
+    /// True if the documents of a window must be isolated from each other, because they were isolated in training.
     fn has_documents(&self, source: &ModelSource) -> bool {
         match (self, source) {
             (Self::Dataset(_), ModelSource::Run(run)) => run.config.data.has_documents(),
@@ -234,8 +235,8 @@ impl Windows {
         }
     }
 
-    /// Fills the buffers with consecutive windows, beginning with window number `first`. Also fills the document
-    /// starts, unless `starts` is empty.
+    /// Fills the buffers with consecutive windows, beginning with window number `first`. Also fills `starts` with the
+    /// document starts, unless `starts` is empty.
     fn fill(
         &self,
         first: usize,

@@ -1,5 +1,5 @@
-//! Limits of the system that would end the command silently or by a panic. This module turns them into errors before
-//! the command starts.
+//! Handles limits of the system that would otherwise end the command silently or by a panic. Exceeding them becomes an
+//! ordinary error.
 
 use std::thread::{self, available_parallelism};
 
@@ -15,7 +15,7 @@ pub fn prepare() -> anyhow::Result<()> {
     let wanted = std::env::var("RAYON_NUM_THREADS").ok().and_then(|number| number.parse().ok()).filter(|&n| n > 0);
     let wanted = wanted.unwrap_or(cores);
     let threads = threads(wanted)?;
-    // The pool can be built only once, so it must not ask for more threads than can be started.
+    // The thread pool can be built only once, so it must not be built with more threads than the system can start.
     match rayon::ThreadPoolBuilder::new().num_threads(threads).build_global() {
         Ok(()) => Ok(()),
         Err(error) => bail!("cannot start {threads} threads: {error}; {REMEDY}"),
@@ -24,8 +24,8 @@ pub fn prepare() -> anyhow::Result<()> {
 
 const REMEDY: &str = "raise the limit of processes (ulimit -u) or of memory (ulimit -v)";
 
-/// Returns `wanted` if the system can start that many threads. If it can start fewer, returns half of that number,
-/// which leaves threads and memory for the rest of the process.
+/// Returns `wanted` if the system can start this many threads. Otherwise returns half of the number that the system can
+/// start, which leaves threads and memory for the rest of the process.
 pub fn threads(wanted: usize) -> anyhow::Result<usize> {
     match startable(wanted) {
         0 => bail!("cannot start a thread for this process; {REMEDY}"),
@@ -37,7 +37,7 @@ pub fn threads(wanted: usize) -> anyhow::Result<usize> {
     }
 }
 
-/// The number of threads, up to `wanted`, that the system can run at the same time.
+/// Returns the number of threads that the system can run at the same time, but at most `wanted`.
 fn startable(wanted: usize) -> usize {
     let (keep, wait) = std::sync::mpsc::channel::<()>();
     let wait = std::sync::Mutex::new(wait);

@@ -9,7 +9,8 @@ use std::process::ExitCode;
 use anyhow::{Context, bail};
 use serde::Serialize;
 
-/// Writes a result to the standard output. A closed pipe counts as success, so the exit code is that of the command.
+/// Writes a result to the standard output. A closed pipe is not an error, so the exit code still shows whether the
+/// command itself succeeded.
 pub fn print(write: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> anyhow::Result<()> {
     let mut out = BufWriter::new(io::stdout().lock());
     match write(&mut out).and_then(|()| out.flush()) {
@@ -31,7 +32,7 @@ impl Display for Size {
     }
 }
 
-/// Formats answers as JSON: a single one as an object, several as a list.
+/// Formats answers as JSON. A single answer becomes an object, and several become a list.
 pub fn to_json<T: Serialize>(answers: &[T]) -> serde_json::Result<String> {
     match answers {
         [one] => serde_json::to_string_pretty(one),
@@ -39,7 +40,7 @@ pub fn to_json<T: Serialize>(answers: &[T]) -> serde_json::Result<String> {
     }
 }
 
-/// The exit code of a command: 0, or 2 after printing the error.
+/// Returns the exit code of a command, which is 0 on success. On an error, prints the error and returns 2.
 pub fn exit_code(command: &str, done: anyhow::Result<()>) -> ExitCode {
     match done {
         Ok(()) => ExitCode::SUCCESS,
@@ -52,11 +53,12 @@ pub fn exit_code(command: &str, done: anyhow::Result<()>) -> ExitCode {
 
 /// Prints a message to the standard error.
 pub fn tell(what: impl Display) {
-    // There is no further output on which this error could be reported.
+    // An error is ignored, because there is no further output on which it could be reported.
     let _ = writeln!(io::stderr(), "{what}");
 }
 
-/// Prints the error that ended a command, with its causes. A cause is left out if the message already ends with it.
+/// Prints the error that ended a command, followed by its causes. A cause is left out if the message before it already
+/// ends with the same text.
 pub fn tell_error(who: &str, error: &anyhow::Error) {
     let mut text = error.to_string();
     for cause in error.chain().skip(1).map(ToString::to_string) {
@@ -78,8 +80,8 @@ pub fn picture(path: &str, formats: &[&str]) -> anyhow::Result<PathBuf> {
     Ok(path)
 }
 
-/// Replaces a file: writes a temporary file next to it and renames that. So readers see either the whole old file or
-/// the whole new file, even if this command is killed. A pipe or device is written to directly.
+/// Replaces a file, by writing a temporary file next to it and renaming the temporary file. So readers see either the
+/// whole old file or the whole new file, even if this command is killed. A pipe or device is written to directly.
 pub fn replace(path: &Path, write: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> io::Result<()> {
     let write_to = |file: File| {
         let mut out = BufWriter::new(file);
@@ -103,7 +105,7 @@ pub fn replace(path: &Path, write: impl FnOnce(&mut dyn Write) -> io::Result<()>
         fs::rename(&beside, &path)
     })();
     if written.is_err() {
-        // An error of the removal is ignored, because the first error is reported.
+        // An error of the removal is ignored, because the error that made it necessary is reported.
         let _ = fs::remove_file(&beside);
     }
     written

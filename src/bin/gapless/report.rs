@@ -69,7 +69,7 @@ pub fn run(arguments: &Arguments) -> ExitCode {
 /// Writes an event file for each run. A file that an earlier call has written is replaced.
 fn events(report: &Report, folder: &Path) -> anyhow::Result<()> {
     for run in report.runs() {
-        // The name may be a path, if the last components of the paths are equal.
+        // The name is a whole path if the last components of several paths are equal.
         let name = run.name().trim_matches(|c| c == '/' || c == '.').replace(['/', '\\'], "-");
         let folder = folder.join(if name.is_empty() { "run" } else { &name });
         let file = folder.join("events.out.tfevents.0.gapless");
@@ -85,7 +85,7 @@ fn events(report: &Report, folder: &Path) -> anyhow::Result<()> {
 
 fn watch(report: Report, port: u16) -> std::io::Result<()> {
     let server = report.listen(port)?;
-    // The standard output may be closed; browsers can connect all the same.
+    // An error is ignored, because browsers can connect even if the standard output is closed.
     let _ = print(|out| writeln!(out, "{} (stop with Ctrl-C)", server.url()));
     server.run()
 }

@@ -188,7 +188,7 @@ impl ModelSource {
         Ok((text, ids))
     }
 
-    /// The options for continuing a prompt of `prompt` tokens.
+    /// Returns the options for continuing a prompt of `prompt` tokens.
     fn options(&self, arguments: &Arguments, prompt: usize) -> anyhow::Result<GenerateOptions> {
         let mut options = match self {
             Self::Run(run) => {
@@ -214,7 +214,7 @@ impl ModelSource {
         Ok(options)
     }
 
-    /// Returns the strings that end the text, or `None` if the folder names none.
+    /// Returns the strings that end the text, or `None` if the model's folder has no such strings.
     fn stop_strings(&self, prompt: &[u32]) -> Option<StopStrings<'_>> {
         match self {
             Self::Run(_) => None,
@@ -266,7 +266,7 @@ impl ModelSource {
         }
     }
 
-    /// A stream that converts tokens to text.
+    /// Returns a stream that converts tokens to text.
     fn stream(&self) -> TextStream<'_> {
         match self {
             Self::Run(run) => run.vocabulary.stream(),
@@ -277,7 +277,7 @@ impl ModelSource {
 
 fn report(read: usize, reading: Duration, added: usize, adding: Duration) {
     let rate = |tokens: usize, time: Duration| tokens as f64 / time.as_secs_f64().max(1e-9);
-    // The first token is computed together with the prompt.
+    // The time of the first new token counts with the prompt, because both are computed together.
     tell(format_args!(
         "{read} prompt tokens ({:.1} tokens/s), {added} new tokens ({:.1} tokens/s)",
         rate(read, reading),
@@ -285,7 +285,7 @@ fn report(read: usize, reading: Duration, added: usize, adding: Duration) {
     ));
 }
 
-/// The standard output, to which text is written piece by piece. After it was closed, writes do nothing.
+/// The standard output, to which text is written piece by piece. If the output has been closed, writes do nothing.
 #[derive(Default)]
 struct Stream {
     failed: Option<io::Error>,

@@ -16,7 +16,8 @@ use gapless_parallel::{
 use crate::output::{picture, print, tell, tell_error};
 use crate::step::{RunArguments, is_run};
 
-/// The largest [`Shape::extent`] that is accepted; such a table takes seconds to generate, check, simulate and draw.
+/// The largest [`Shape::extent`] that is accepted. A table of this extent takes seconds to generate, check, simulate
+/// and draw.
 const MAX_EXTENT: u128 = 1 << 17;
 
 /// Print a pipeline schedule, in ticks or with the times of a model's step (--model), or check and draw a table of your own.
@@ -130,8 +131,8 @@ pub fn run(arguments: &Arguments) -> ExitCode {
     }
 }
 
-/// Checks a table and shows it, or shows the step of a run. If the checker rejects the table, the table is not shown and
-/// its violations are returned; otherwise the result is empty.
+/// Checks a table and shows it, or shows the step of a run. If the checker rejects the table, returns the violations,
+/// and does not show the table. Otherwise returns an empty list.
 fn show(arguments: &Arguments) -> anyhow::Result<Vec<Violation>> {
     if arguments.table.is_some() && !arguments.run.is_empty() {
         bail!("keys of a run have no effect on --table; leave the keys out");
@@ -164,7 +165,7 @@ fn file(arguments: &Arguments) -> Option<&Path> {
     arguments.name.as_deref().map(Path::new).filter(|name| is_run(name))
 }
 
-/// The keys of the run, including a schedule that is given by name.
+/// Returns the keys of the run, including a schedule that is given by name.
 fn keys(arguments: &Arguments) -> anyhow::Result<RunArguments> {
     let mut keys = arguments.run.clone();
     if let (Some(name), None) = (&arguments.name, file(arguments)) {
@@ -176,7 +177,7 @@ fn keys(arguments: &Arguments) -> anyhow::Result<RunArguments> {
     Ok(keys)
 }
 
-/// Shows the timeline of a run's step, in nanoseconds on the step's device.
+/// Shows the timeline of a run's step, in nanoseconds on the step's device. The returned list of violations is empty.
 fn of_model(arguments: &Arguments) -> anyhow::Result<Vec<Violation>> {
     let step = keys(arguments)?.step(file(arguments))?;
     check_size(&Shape {
@@ -232,7 +233,7 @@ fn read(arguments: &Arguments) -> anyhow::Result<(String, Vec<Vec<Cell>>)> {
             bail!("the number of {what} is missing; give {flag}");
         }
     }
-    // Only the schedule is drawn, so any model will do.
+    // Only the schedule is drawn, so the choice of the model does not matter.
     keys.assign("model", "small");
     let run = keys.unchecked()?;
     let name = run.pipeline.schedule.name().to_owned();
@@ -263,7 +264,8 @@ fn read(arguments: &Arguments) -> anyhow::Result<(String, Vec<Vec<Cell>>)> {
     Ok((name, schedule.table(&shape)?))
 }
 
-/// Returns an error if a table is too large to show. Called before the table is generated or checked.
+/// Returns an error if a table of this shape is too large to show. This is called before the table is generated or
+/// checked.
 fn check_size(shape: &Shape) -> anyhow::Result<()> {
     let &Shape { ranks, chunks, micro_batches } = shape;
     if shape.extent() > MAX_EXTENT {
@@ -282,8 +284,8 @@ fn searched_schedule(
     name: &str,
     shape: &Shape,
 ) -> anyhow::Result<Option<Box<dyn Schedule + Send + Sync>>> {
-    // In a V, the path of the stages turns back after every chunk, so it ends on its first rank only with an even
-    // number of chunks.
+    // In a V, the path of the stages turns back after every chunk. So the last stage is on the first rank only if the
+    // number of chunks is even.
     let placement = if shape.chunks.is_multiple_of(2) { Placement::V } else { Placement::Loop };
     let (peak, saved) = (arguments.peak, arguments.saved.unwrap_or_default());
     let costs = || arguments.durations.costs(shape.ranks * shape.chunks);
@@ -307,7 +309,7 @@ fn read_file(path: &Path) -> anyhow::Result<(String, Vec<Vec<Cell>>)> {
     if text.len() as u64 > MAX_BYTES {
         bail!("{} is longer than {MAX_BYTES} bytes", path.display());
     }
-    // An empty row is a rank without actions, except at the end, where editors add one.
+    // An empty row is a rank without actions, except at the end of the text, where editors add an empty row.
     let table = read_table(text.trim_end())?;
     Ok((path.file_name().unwrap_or_default().to_string_lossy().into_owned(), table))
 }
@@ -328,7 +330,7 @@ impl Extent {
             bail!("the table has no actions");
         };
         let (stages, micro_batches) = (u128::from(stage) + 1, u128::from(micro_batch) + 1);
-        // Without this check, a mistyped digit would lead to a very long list of missing actions.
+        // Without this check, a mistyped number in a cell would lead to a very long list of missing actions.
         let count = actions().count() as u128;
         if stages * micro_batches > 2 * count + 64 {
             bail!(

@@ -1,5 +1,5 @@
-//! The arguments that describe a run: its file, `--set`, and one flag for each common key. A flag is a short form of
-//! `--set`.
+//! The arguments that describe a run: the run file, `--set`, and one flag for each common key. Such a flag is a short
+//! form of `--set`.
 
 use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
@@ -45,8 +45,8 @@ static FLAGS: LazyLock<Vec<Flag>> = LazyLock::new(|| {
     NAMES.iter().map(flag).collect()
 });
 
-/// Returns the sentence of a key's help text that lists the allowed words, or an empty text if the key is not limited to
-/// certain words.
+/// Returns a sentence for a key's help text that lists the words that the key allows. Returns an empty text if the key
+/// also allows other values.
 fn values(root: &Value, described: Option<&Value>) -> String {
     let named = described.and_then(|it| it["$ref"].as_str()).and_then(|name| root.pointer(name.strip_prefix('#')?));
     let all = named.and_then(|it| it["oneOf"].as_array()).into_iter().flatten();
@@ -54,8 +54,8 @@ fn values(root: &Value, described: Option<&Value>) -> String {
     if words.is_empty() { String::new() } else { format!(" One of {}.", words.join(", ")) }
 }
 
-/// Finds a key of a table in a schema, following references and alternatives. Returns `None` if the schema has no such
-/// key.
+/// Finds the schema of a key in the schema `at` of a table. References and alternatives are followed. Returns `None` if
+/// the table has no such key.
 fn property<'a>(root: &'a Value, at: &'a Value, key: &str) -> Option<&'a Value> {
     if let Some(found) = at["properties"].get(key) {
         return Some(found);
@@ -136,12 +136,12 @@ impl RunArguments {
         self.assignments.iter().any(is_assigned)
     }
 
-    /// Sets a key, unless a flag or an assignment does.
+    /// Sets a key, unless a flag or an assignment already sets it.
     pub fn assign(&mut self, key: &str, value: &str) {
         self.assignments.insert(0, format!("{key}={value}"));
     }
 
-    /// Reads the run from a file, or from the flags alone.
+    /// Reads the run from a file with the flags applied. Without a file, the flags must describe the whole run.
     pub fn run(&self, file: Option<&Path>) -> anyhow::Result<RunConfig> {
         let run = RunConfig::read_without_data(file.or(self.file.as_deref()), &self.assignments)?;
         run.notices.iter().for_each(tell);

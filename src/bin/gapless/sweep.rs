@@ -111,8 +111,8 @@ fn summary(spec: &Sweep, results: &Results, arguments: &Arguments) -> anyhow::Re
     })
 }
 
-/// Prints how much each allocator wastes, the throughput that plans gain over it, and the plans that exceed their lower
-/// bound.
+/// Prints how much each allocator wastes, and how much throughput plans gain over the allocator. Then prints the plans
+/// that exceed their lower bound.
 fn allocators(out: &mut dyn std::io::Write, spec: &Sweep, results: &Results) -> std::io::Result<()> {
     let Results { rows, throughput, .. } = results;
     for waste in fragmentation(spec, rows) {

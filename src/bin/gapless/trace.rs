@@ -1,7 +1,7 @@
 //! `gapless train --trace`: writes spans to a file for chrome://tracing and Perfetto.
 //!
-//! In: spans and events of this program's crates. Out: a JSON list with one line for each span that has ended, up to
-//! the maximum size. The file never has an incomplete line, and every error is reported.
+//! In: spans and events of this program's crates. Out: a JSON list with one line for each span that has ended and for
+//! each event, up to the maximum size of the file. The file never has an incomplete line, and every error is reported.
 
 use std::cell::{Cell, RefCell};
 use std::fmt::Debug;
@@ -105,7 +105,7 @@ fn microseconds(time: std::time::Duration) -> f64 {
     time.as_nanos() as f64 / 1e3
 }
 
-/// The number of this thread, and whether this is the first call on it.
+/// Returns the number of this thread, and whether this is the first call on this thread.
 fn this_thread() -> (u64, bool) {
     static NEXT: AtomicU64 = AtomicU64::new(0);
     thread_local! {
@@ -122,11 +122,11 @@ fn this_thread() -> (u64, bool) {
 }
 
 thread_local! {
-    /// The spans that this thread has entered and not left, each with the time at which it was entered.
+    /// The spans that this thread has entered but not left, each with the time of entry.
     static ENTERED: RefCell<Vec<(Id, Instant)>> = const { RefCell::new(Vec::new()) };
 }
 
-/// The fields of a span or an event, as JSON.
+/// The fields of a span or event, as JSON.
 #[derive(Default)]
 struct Fields(Map<String, Value>);
 

@@ -1,4 +1,4 @@
-//! `gapless train RUN.toml`: does a whole run.
+//! `gapless train RUN.toml`: executes a whole run.
 
 use std::fmt::Debug;
 use std::io::IsTerminal;
@@ -41,8 +41,9 @@ pub struct Arguments {
     trace: Option<PathBuf>,
 }
 
-/// Exit code 0: the run is complete. 1: an error ended it. 2: it was refused before anything was written. 3: its time
-/// limit ended it, after a checkpoint. 128 + n: signal n ended it, after a checkpoint.
+/// Runs the command. The exit code is 0 if the run is complete, 1 if an error ended it, and 2 if it was refused before
+/// anything was written. It is 3 if the time limit ended the run, and 128 + n if signal n ended it; in these two cases,
+/// a checkpoint was saved.
 pub fn run(arguments: &Arguments) -> ExitCode {
     let console = Console::default();
     let config = match RunConfig::read(&arguments.config, &arguments.assignments) {
@@ -124,7 +125,7 @@ fn run_traced(arguments: &Arguments, config: &RunConfig, mut console: Console) -
     }
 }
 
-/// True if the error occurred before anything was written.
+/// True if the error occurred before anything was written to the folder.
 fn is_refused(error: &RunError) -> bool {
     use RunError::{Changed, Checkpoint, Config, Data, NothingLeft, NothingToResume, Train};
     matches!(
@@ -156,7 +157,7 @@ fn start_tracing(console: &Console, path: Option<&Path>) -> Result<Option<Trace>
         return Ok(None);
     };
     let trace = Trace::create(path).map_err(|error| format!("cannot create {}: {error}", path.display()))?;
-    // Other crates are left out: the tokenizer's training has spans in its inner loops.
+    // Spans of other crates are left out, because the tokenizer's training has spans in its inner loops.
     registry.with(trace.clone().with_filter(filter_fn(|metadata| metadata.target().starts_with("gapless")))).init();
     Ok(Some(trace))
 }

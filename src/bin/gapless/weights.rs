@@ -30,8 +30,8 @@ pub struct FolderArguments {
     base: Option<PathBuf>,
 }
 
-/// Opens the run at a path. Returns `None` if the path does not belong to a run, so that the caller opens it as a
-/// Hugging Face folder. A Hugging Face folder has no averages, so `average` is then an error.
+/// Opens the run at a path. If the path does not belong to a run, returns `None`, and the caller should open it as a
+/// Hugging Face folder. Returns an error if `average` is set for such a folder, because it has no averages.
 pub fn run_at(path: &Path, average: bool, of_folder: &FolderArguments) -> anyhow::Result<Option<TrainedRun>> {
     if !TrainedRun::is_at(path) {
         ensure!(!average, "a Hugging Face folder has no averages; leave --average out");
@@ -44,9 +44,10 @@ pub fn run_at(path: &Path, average: bool, of_folder: &FolderArguments) -> anyhow
     Ok(Some(run))
 }
 
-/// A Hugging Face folder: a model's folder, or an adapter's together with that of its base.
+/// A Hugging Face folder, which is either the folder of a model, or the folder of an adapter together with that of its
+/// base model.
 pub struct Pretrained {
-    /// The folder of the model, or of the adapter's base.
+    /// The folder of the model, or of the adapter's base model.
     pub folder: Folder,
     adapter: Option<Adapter>,
     /// The folder with the tokenizer.
@@ -75,7 +76,8 @@ impl Pretrained {
         Ok(opened)
     }
 
-    /// Builds the model with its weights. The precision in `options` is replaced by the precision of the arguments.
+    /// Builds the model with its weights. The precision in `options` is replaced by the precision that the arguments
+    /// select.
     pub fn model(&self, options: TrainOptions) -> Result<Trainer, HfError> {
         let options = TrainOptions { step: StepOptions { precision: self.precision, ..options.step }, ..options };
         if let Some(adapter) = &self.adapter {
@@ -87,7 +89,7 @@ impl Pretrained {
     }
 }
 
-/// Opens the adapter at a path, together with its base. Returns `None` if the path is not an adapter's folder.
+/// Opens the adapter at a path, together with its base model. Returns `None` if the path is not an adapter's folder.
 pub fn with_base(path: &Path, base: Option<&Path>) -> anyhow::Result<Option<(Adapter, Folder)>> {
     if !Adapter::is_at(path) {
         return Ok(None);
@@ -101,8 +103,8 @@ pub fn with_base(path: &Path, base: Option<&Path>) -> anyhow::Result<Option<(Ada
     Ok(Some((adapter, folder)))
 }
 
-/// Warns if a sequence is longer than those that the model was trained on. Models with a fixed limit are never given
-/// such a sequence.
+/// Warns if a sequence of `tokens` tokens is longer than the sequences that the model was trained on. The callers never
+/// exceed the limit of models whose number of positions is fixed.
 pub fn tell_of_positions(config: &Config, tokens: usize) {
     if let Some(trained) =
         config.trained_positions().filter(|&trained| trained < tokens && config.longest_sequence().is_none())

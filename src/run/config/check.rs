@@ -1,4 +1,4 @@
-//! Checks of a run's settings that need neither data nor model nor device.
+//! Checks of a run's settings. They do not read the data, open the model or use a device.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -17,7 +17,7 @@ fn fail(key: &str, why: String, remedy: &'static str) -> Result<(), ConfigError>
     Err(ConfigError::value(key, why, remedy))
 }
 
-/// Converts an error from the check of a training step.
+/// Converts an error from the check of a training step to an error that names a key of the run file.
 pub(crate) fn refused(error: TrainError) -> ConfigError {
     match (&error, error.refused()) {
         (_, Some((key, why, remedy))) => ConfigError::value(key, why, remedy),
@@ -49,8 +49,8 @@ impl RunConfig {
         let options = self.options();
         options.check().map_err(refused)?;
         self.check_model()?;
-        // The schedule must exist for this number of ranks, chunks and micro-batches. If rank 0 has a plan, all ranks
-        // do.
+        // The schedule must exist for this number of ranks, chunks and micro-batches. If rank 0 has a plan, all other
+        // ranks have one too.
         RankPlan::of(&options.step, 0).map_err(|error| {
             ConfigError::value("pipeline.schedule", error, "choose another pipeline.chunks or step.micro_batches")
         })?;
@@ -109,7 +109,7 @@ impl RunConfig {
         Ok(())
     }
 
-    /// Checks the data keys without looking at the data.
+    /// Checks the keys of `[data]` without reading the data.
     fn check_data(&self) -> Result<(), ConfigError> {
         let weights: f64 = self.data.mix.iter().map(|source| source.weight).sum();
         if self.data.mix.iter().any(|source| source.weight.is_nan() || source.weight <= 0.0) || weights >= 1.0 {
@@ -143,7 +143,7 @@ impl RunConfig {
         Ok(())
     }
 
-    /// Checks that the data and the tokenizer exist and match the keys.
+    /// Checks that the files of the data and of the tokenizer exist, and that their kinds match the other keys.
     fn check_files(&self) -> Result<(), ConfigError> {
         if self.data.path.as_os_str().is_empty() {
             return fail("data.path", "is missing".into(), "name a file or folder to learn from");

@@ -17,8 +17,8 @@ use crate::run::RunError;
 #[serde(deny_unknown_fields, default)]
 pub struct DataConfig {
     /// The data to train on: a file or folder of .txt, .rs, .md or .jsonl (also compressed as .gz or .zst) or .parquet;
-    /// a .bin file of token ids or a folder of them; or a `Cargo.lock`, for the Rust sources that it names. A run needs
-    /// it, a plan of a run does not.
+    /// a .bin file of token ids or a folder of them; or a `Cargo.lock`, for the Rust sources that it names. A run
+    /// requires this key; a plan of a run does not.
     pub path: PathBuf,
     /// Further data sources, each with its share of the training windows. `path` gets the remaining share.
     #[serde(skip_serializing_if = "Vec::is_empty")]
@@ -27,7 +27,8 @@ pub struct DataConfig {
     /// 4096. It cannot be combined with `tokenizer`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub vocabulary: Option<usize>,
-    /// The path of an existing tokenizer.json. The default for a `model.folder` is the tokenizer of the folder.
+    /// The path of an existing tokenizer.json. If the model is a `model.folder`, the default is the tokenizer in this
+    /// folder.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tokenizer: Option<PathBuf>,
     /// The contents of a line of a .jsonl file or a row of a .parquet file. In the formats `prompt` and `chat`, only
@@ -36,13 +37,14 @@ pub struct DataConfig {
     pub format: Format,
     /// The assistant messages of a conversation that count in the loss, in the format `chat`.
     pub answers: Answers,
-    /// Whether documents that are packed into one sequence of the format `text` are isolated: they do not attend to
-    /// each other, and each starts at position 0.
+    /// In the format `text`, whether documents that are packed into one sequence are isolated. Isolated documents do
+    /// not attend to each other, and each starts at position 0.
     pub isolate_documents: bool,
     /// Whether each document starts with the tokens that the tokenizer adds to a text, such as `<s>` of Llama 2 or
     /// `<bos>` of Gemma. GPT-2 and Qwen add none.
     pub begin_of_text: bool,
-    /// The text of the token that ends a document. The default is the token that the files next to the tokenizer name.
+    /// The text of the token that ends each document. The default is the end-of-text token that is named in the files
+    /// next to the tokenizer.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub end_of_text: Option<String>,
     /// Whether special tokens that are spelled out in a text, such as `<|im_end|>`, are converted to their ids.
@@ -94,22 +96,22 @@ impl Default for DataConfig {
 const TRAINED_VOCABULARY: usize = 4096;
 
 impl DataConfig {
-    /// Whether the data settings determine the vocabulary size. If not, a planned model keeps its own vocabulary size.
+    /// Whether these settings determine the vocabulary size. If false, a planned model keeps its own vocabulary size.
     pub(in crate::run) fn decides_vocabulary(&self) -> bool {
         !self.path.as_os_str().is_empty() || self.vocabulary.is_some() || self.tokenizer.is_some()
     }
 
-    /// Size of the vocabulary that is trained if there is no tokenizer.
+    /// Returns the size of the vocabulary that is trained on the data if no tokenizer is given.
     pub(in crate::run) fn vocabulary_size(&self) -> usize {
         self.vocabulary.unwrap_or(TRAINED_VOCABULARY)
     }
 
-    /// Whether a sequence may hold several documents or examples that do not attend to each other.
+    /// True if a sequence may hold several documents or examples that do not attend to each other.
     pub fn has_documents(&self) -> bool {
         self.isolate_documents || self.format.has_answers()
     }
 
-    /// Options for converting a document to tokens.
+    /// Returns the options for converting a document to tokens.
     pub fn text_options(&self) -> TextOptions {
         let special = self.special_tokens || self.format.has_answers();
         TextOptions { begin: self.begin_of_text, end: self.end_of_text.clone(), special }
@@ -117,7 +119,7 @@ impl DataConfig {
 }
 
 impl RunConfig {
-    /// Tokenizes the data, or opens what an earlier run has tokenized.
+    /// Tokenizes the data, or opens the tokenized data that an earlier run has left in the cache.
     ///
     /// # Errors
     /// Returns the errors of [`Dataset::prepare`], and an error if the model folder cannot be read.
@@ -129,7 +131,7 @@ impl RunConfig {
         };
         let vocabulary = match (tokenizer.or(beside), &self.model) {
             (Some(file), ..) if file.exists() => VocabularyChoice::File(file),
-            // Data of token ids need no tokenizer; the model's config gives the vocabulary size.
+            // Data that consist of token ids need no tokenizer. The config.json of the model gives the vocabulary size.
             (_, ModelConfig::Folder(folder)) => VocabularyChoice::Ids { size: Config::read(folder)?.vocabulary() },
             (Some(file), ..) => VocabularyChoice::File(file),
             (None, _) => VocabularyChoice::of_size(self.data.vocabulary_size()),

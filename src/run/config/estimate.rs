@@ -1,4 +1,4 @@
-//! `[estimate]`: settings of the commands that ask about a step before it runs.
+//! `[estimate]`: settings of the commands that plan a step or estimate its time without running it.
 
 use gapless_engine::compile::step::text;
 use schemars::JsonSchema;

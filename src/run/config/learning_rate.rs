@@ -47,7 +47,7 @@ impl Default for RateConfig {
 }
 
 impl RunConfig {
-    /// The learning rate schedule of this run.
+    /// Returns the learning rate schedule of this run.
     pub(super) fn learning_rate(&self) -> LearningRate {
         let RateConfig { peak, floor, warmup_steps, shape, decay_steps } = self.learning_rate;
         let shape = match shape {
@@ -57,7 +57,7 @@ impl RunConfig {
             RateShape::InverseSqrt => Shape::InverseSqrt,
             RateShape::Wsd => Shape::Wsd { decay_steps: decay_steps.unwrap_or(self.steps / 5) },
         };
-        // So that users need not shorten the warm-up by hand for a short run.
+        // A warm-up that is too long for a short run is shortened, so that users need not change it by hand.
         let warmup_steps = warmup_steps.min(self.steps / 4);
         LearningRate { peak, floor: floor.unwrap_or(peak / 10.0), warmup_steps, steps: self.steps, shape }
     }

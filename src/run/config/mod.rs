@@ -1,8 +1,9 @@
 //! The description of a run: a TOML file is read into a [`RunConfig`], from which a [`Trainer`](crate::Trainer) and a
 //! [`Dataset`](crate::Dataset) are created.
 //!
-//! Settings are checked in two stages. Reading refuses unknown keys and values of the wrong type, with their line.
-//! [`RunConfig::check`] refuses invalid values and combinations, with the names of their keys.
+//! Settings are checked in two stages. Reading returns an error for unknown keys and for values of the wrong type; the
+//! error has the line. [`RunConfig::check`] returns an error for invalid values and combinations; the error names the
+//! keys.
 
 mod check;
 mod data;
@@ -93,7 +94,7 @@ pub struct RunConfig {
     /// The learning rate of each step.
     #[serde(default)]
     pub learning_rate: RateConfig,
-    /// The conditions under which a step with an outlying loss or gradient norm is skipped.
+    /// The conditions under which a step is skipped because its loss or gradient norm is unusually high.
     #[serde(default, skip_serializing_if = "is_default")]
     pub guard: GuardConfig,
     /// Settings that trade memory for time, and the limits of the arena.
@@ -111,7 +112,7 @@ pub struct RunConfig {
     /// Settings of `plan`, `compare`, `schedule` and `sweep`. They do not change the run.
     #[serde(default, skip_serializing_if = "is_default")]
     pub estimate: EstimateConfig,
-    /// Messages for the author of the file, about keys that have moved.
+    /// Messages for the author of the file about keys that have moved to another place.
     #[serde(skip)]
     pub notices: Vec<String>,
 }
@@ -205,8 +206,8 @@ impl SampleConfig {
 }
 
 impl RunConfig {
-    /// Writes the configuration as TOML, with all defaults, the vocabulary size of the data, and the token that ends
-    /// their documents.
+    /// Returns the configuration as TOML. All defaults are written out, and also the vocabulary size and the
+    /// end-of-text token of the data.
     pub fn resolved(&self, vocabulary: &Vocabulary) -> String {
         let mut resolved = Self { model: self.model(vocabulary.size()), ..self.clone() };
         let is_given = self.data.tokenizer.is_some() || matches!(self.model, ModelConfig::Folder(_));
@@ -219,7 +220,7 @@ impl RunConfig {
         toml::to_string(self).is_ok_and(|written| written == text)
     }
 
-    /// The model with the given vocabulary size. A model folder keeps its own.
+    /// Returns the model with the given vocabulary size. A model folder keeps its own vocabulary size.
     pub fn model(&self, vocabulary: usize) -> ModelConfig {
         let llama = |llama: &LlamaConfig| LlamaConfig { vocabulary, ..llama.clone() };
         match &self.model {
@@ -243,7 +244,7 @@ impl RunConfig {
         self
     }
 
-    /// The options of a [`Trainer`](crate::Trainer) for this run.
+    /// Returns the options of a [`Trainer`](crate::Trainer) for this run.
     pub fn options(&self) -> TrainOptions {
         TrainOptions {
             step: self.step_options(),
@@ -255,7 +256,7 @@ impl RunConfig {
         }
     }
 
-    /// The training step of this run.
+    /// Returns the options of this run's training step.
     pub fn step_options(&self) -> StepOptions {
         StepOptions {
             mesh: self.mesh,
@@ -272,8 +273,8 @@ impl RunConfig {
     }
 
     /// Returns a [JSON schema](https://json-schema.org/draft/2020-12) of run files: keys, types, defaults and
-    /// descriptions. Editors with TOML support use it to complete and check keys. A file that the schema accepts may
-    /// still be refused, because the schema does not describe which values can be combined.
+    /// descriptions. Editors with TOML support use such a schema to complete and check keys. The schema does not
+    /// describe which values can be combined, so it may accept a file that [`RunConfig::check`] does not.
     pub fn schema() -> serde_json::Value {
         schemars::schema_for!(Self).into()
     }

@@ -13,8 +13,8 @@ use serde::{Deserialize, Deserializer, Serialize};
 use super::read::with_nearest;
 
 /// The model of a run file: `[model.gpt]`, `[model.llama]` or `[model.moe]` with the sizes of a model that starts from
-/// random weights, or `model.folder`. The data determine the vocabulary size; a GPT has as many positions as a sequence
-/// has tokens. In place of a table, a string may give a preset (`"gpt2"`), a family with sizes
+/// random weights, or `model.folder`. The data determine the vocabulary size. The number of positions of a GPT is the
+/// number of tokens of a sequence. In place of a table, a string may give a preset (`"gpt2"`), a family with sizes
 /// (`"llama:layers=4,width=256"`) or a folder.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
@@ -26,8 +26,8 @@ pub enum ModelConfig {
     Llama(LlamaConfig),
     /// A mixture of experts, trained from random weights.
     Moe(MoeConfig),
-    /// A Hugging Face folder, whose weights are fine-tuned. Its tokenizer is used unless `data` names another. A plan
-    /// reads only its config.json.
+    /// A Hugging Face folder, whose weights are fine-tuned. The tokenizer of the folder is used unless `data` names
+    /// another tokenizer. A plan reads only the config.json of the folder.
     Folder(PathBuf),
 }
 
@@ -85,7 +85,7 @@ impl ModelConfig {
         }
     }
 
-    /// The model with room for at least this many token positions.
+    /// Returns the model with room for at least `tokens` token positions.
     pub(in crate::run) fn with_positions(&self, tokens: usize) -> Self {
         match self {
             Self::Gpt(gpt) => Self::Gpt(GptConfig { sequence: gpt.sequence.max(tokens), ..gpt.clone() }),
@@ -93,7 +93,7 @@ impl ModelConfig {
         }
     }
 
-    /// The key of the table with its sizes.
+    /// The key of the table with this model's sizes.
     pub(super) fn key(&self) -> &'static str {
         match self {
             Self::Gpt(_) => "model.gpt",
@@ -103,7 +103,7 @@ impl ModelConfig {
         }
     }
 
-    /// Its title in reports.
+    /// The title of this model in reports.
     pub fn title(&self) -> String {
         if let Some((_, title, _)) = PRESETS.iter().find(|(name, ..)| Self::named(name).is_ok_and(|it| it == *self)) {
             return (*title).to_owned();
@@ -130,7 +130,8 @@ impl ModelConfig {
         })
     }
 
-    /// Returns the architecture. If the model is a folder, also opens the folder, whose weight files must exist.
+    /// Returns the architecture. If the model is a folder, also opens and returns the folder; its weight files must
+    /// exist.
     pub(in crate::run) fn open(&self) -> hf::Result<(Architecture, Option<Folder>)> {
         let Self::Folder(path) = self else { return Ok((self.architecture()?, None)) };
         let folder = Folder::open(path)?;

@@ -1,5 +1,5 @@
-//! Short names of keys, for the command's flags and the lists of a sweep. Former versions had these keys in `[step]`,
-//! where they are still accepted.
+//! Short names of keys, for the flags of commands and the lists of a sweep. In former versions, these keys were in the
+//! table `[step]`, where they are still accepted.
 
 use toml::{Table, Value};
 
@@ -38,10 +38,11 @@ pub const NAMES: [(&str, &str); 28] = [
     ("rank", "estimate.rank"),
 ];
 
-/// Former short names and their present ones.
+/// Pairs of a former short name and the present one.
 const FORMER_NAMES: [(&str, &str); 2] = [("dtype", "precision"), ("kernels", "device")];
 
-/// Returns the key of a name. The name may be a short name, a former name (with or without `step.`), or the key itself.
+/// Returns the full key for a name. The name may be a short name, a former name (with or without `step.`), or the full
+/// key itself.
 pub(crate) fn key_of(name: &str) -> &str {
     let bare = name.strip_prefix("step.").unwrap_or(name);
     let short = FORMER_NAMES.iter().find(|(old, _)| *old == bare).map_or(bare, |(_, short)| short);
@@ -68,7 +69,7 @@ pub(super) fn move_former_names(root: &mut Table) -> Result<Vec<String>, ConfigE
     Ok(notices)
 }
 
-/// Returns the value of a key with dots, if it is there.
+/// Returns the value of a full key such as `step.batch`, or `None` if the table does not contain the key.
 pub(crate) fn value_at<'a>(root: &'a Table, key: &str) -> Option<&'a Value> {
     let mut parts = key.split('.');
     let first = root.get(parts.next()?)?;
@@ -78,8 +79,8 @@ pub(crate) fn value_at<'a>(root: &'a Table, key: &str) -> Option<&'a Value> {
 /// Assigns a value to a key. Missing tables are created.
 pub(crate) fn set(root: &mut Table, key: &str, value: Value) -> Result<(), String> {
     let (tables, last) = key.rsplit_once('.').map_or((None, key), |(tables, last)| (Some(tables), last));
-    // An enum has one variant's table: assigning to another variant replaces it. A preset's name is expanded to its
-    // table first.
+    // These keys are enums, so their table holds only one variant. An assignment to another variant replaces this
+    // table. The name of a preset is first expanded to a table.
     if let Some((which @ ("model" | "trainable"), below)) = key.split_once('.') {
         let kept = match root.get(which) {
             Some(Value::String(name)) if which == "model" => {
@@ -101,7 +102,7 @@ pub(crate) fn set(root: &mut Table, key: &str, value: Value) -> Result<(), Strin
     Ok(())
 }
 
-/// The keys of a table and of all tables in it, as full names with dots, with their values.
+/// Returns all values in a table and in the tables inside it, each with its full key, such as `step.batch`.
 pub(crate) fn flatten(table: &Table, path: &str) -> Vec<(String, Value)> {
     let inner = |(key, value): (&String, &Value)| {
         let key = if path.is_empty() { key.clone() } else { format!("{path}.{key}") };

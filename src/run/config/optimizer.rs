@@ -31,7 +31,7 @@ pub struct OptimizerConfig {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub max_value: Option<f64>,
     /// The decay rate of an exponential moving average of the trained parameters in f32; 0.999 or more is usual.
-    /// `gapless sample --average` uses the average. Without this key none is kept.
+    /// `gapless sample --average` uses the average. Without this key, no average is kept.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub average: Option<f64>,
     /// Groups of parameters with their own settings. The first group that matches a parameter applies. There can be at
@@ -69,7 +69,7 @@ pub enum Rule {
     GaLore,
     /// Lion: the sign of a momentum.
     Lion,
-    /// Muon: orthogonalized updates of matrices; AdamW for the rest.
+    /// Muon: orthogonalized updates of matrices; AdamW for all other parameters.
     Muon,
     /// Adafactor: factored second moments.
     Adafactor,
@@ -103,7 +103,7 @@ impl OptimizerConfig {
         }
     }
 
-    /// The settings of the update that apply to any rule. `guarded` tells whether steps may be skipped.
+    /// Returns the settings of the update that apply to all rules. `guarded` is true if steps may be skipped.
     pub fn update(&self, guarded: bool) -> UpdateOptions {
         let group = |group: &GroupConfig| {
             let name = group.name.unwrap_or(self.name);

@@ -1,4 +1,4 @@
-//! Reads TOML and assignments into a [`RunConfig`], and finds the lines of errors.
+//! Reads a TOML file and assignments into a [`RunConfig`]. Adds to each error the line of its key.
 
 use std::path::{Path, PathBuf};
 
@@ -10,7 +10,7 @@ use toml::{Table, Value};
 use super::RunConfig;
 use super::names::{NAMES, flatten, key_of, move_former_names, set};
 
-/// The reason for which a run file, or an assignment of the command line, is invalid.
+/// The reason why a run file or an assignment of the command line is invalid.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ConfigError {
@@ -27,7 +27,7 @@ pub enum ConfigError {
     Syntax {
         /// Path of the file.
         path: PathBuf,
-        /// The fault and its position.
+        /// Description of the fault, with its position in the file.
         message: String,
     },
     /// An assignment of the command line that cannot be parsed.
@@ -41,7 +41,7 @@ pub enum ConfigError {
     /// Assignments of the command line whose key or value is refused.
     #[error("--set {assignment}: {why}")]
     Refused {
-        /// The assignment as given; all of them if they are refused only together.
+        /// The assignment as given. If only the combination of all assignments is refused, all of them.
         assignment: String,
         /// The fault.
         why: String,
@@ -51,11 +51,11 @@ pub enum ConfigError {
     Value {
         /// The key.
         key: String,
-        /// The line of the key in the file. `None` for a default and for an assignment of the command line.
+        /// The line of the key in the file. `None` if the value is a default or an assignment of the command line.
         line: Option<usize>,
         /// The fault.
         why: String,
-        /// The way to correct it.
+        /// Advice on how to correct the value.
         remedy: &'static str,
     },
 }
@@ -73,7 +73,7 @@ impl RunConfig {
     /// directory.
     ///
     /// # Errors
-    /// Returns a [`ConfigError`] with line, key and remedy.
+    /// Returns a [`ConfigError`] if a setting is invalid. The error has the line, the key and a remedy.
     pub fn read(path: &Path, assignments: &[String]) -> Result<Self, ConfigError> {
         let text = text_of(path)?;
         let config = parse(&text, path, assignments)?;
@@ -81,11 +81,11 @@ impl RunConfig {
         Ok(config)
     }
 
-    /// Reads a run file whose data need not exist, to plan a run or to use a trained model. Without a file, the
-    /// assignments give all keys.
+    /// Like [`Self::read`], but the data need not exist. This is for planning a run, or for using a trained model. If
+    /// there is no file, the assignments must give all required keys.
     ///
     /// # Errors
-    /// Returns a [`ConfigError`] with line, key and remedy.
+    /// Returns a [`ConfigError`] if a setting is invalid. The error has the line, the key and a remedy.
     pub fn read_without_data(path: Option<&Path>, assignments: &[String]) -> Result<Self, ConfigError> {
         let text = path.map(text_of).transpose()?.unwrap_or_default();
         let config = parse(&text, path.unwrap_or(Path::new("the run")), assignments)?;
@@ -96,7 +96,7 @@ impl RunConfig {
     /// Parses the text of a run file. Constraints between keys are not checked.
     ///
     /// # Errors
-    /// Returns a [`ConfigError`] with line, key and remedy.
+    /// Returns a [`ConfigError`] if a setting is invalid. The error has the line, the key and a remedy.
     pub fn parse(text: &str, assignments: &[String]) -> Result<Self, ConfigError> {
         parse(text, Path::new("the run"), assignments)
     }
@@ -129,7 +129,7 @@ impl RunConfig {
     }
 }
 
-/// Parses a text and applies the assignments. Each value must have the right type on its own.
+/// Parses a text and applies the assignments. Checks only the type of each value, not their combination.
 fn parse(text: &str, path: &Path, assignments: &[String]) -> Result<RunConfig, ConfigError> {
     let syntax = |message| ConfigError::Syntax { path: path.to_owned(), message };
     let mut root: Table = toml::from_str(text).map_err(|error| syntax(error.to_string()))?;
@@ -149,15 +149,15 @@ fn parse(text: &str, path: &Path, assignments: &[String]) -> Result<RunConfig, C
     Ok(RunConfig { notices, ..config }.with_targets())
 }
 
-/// Maximum size of a file that is written by hand.
+/// Maximum size of a run file in bytes. No file that is written by hand is larger.
 const MAX_BYTES: u64 = 16 << 20;
 
 pub(crate) fn text_of(path: &Path) -> Result<String, ConfigError> {
     read_text(path, MAX_BYTES).map_err(|source| ConfigError::Read { path: path.to_owned(), source })
 }
 
-/// Returns an error if there is a list in place of a table, which serde would read as the values of the table's keys in
-/// their order.
+/// Returns an error if the file has a list where a table is required. Without this check, serde would accept the list,
+/// and take its elements as the values of the table's keys in order.
 fn expect_tables(table: &Table) -> Result<(), ConfigError> {
     let schema = RunConfig::schema();
     match list_for_table(&schema, &schema, &Value::Table(table.clone())) {
@@ -169,8 +169,8 @@ fn expect_tables(table: &Table) -> Result<(), ConfigError> {
     }
 }
 
-/// Finds a list in place of a table, and returns the keys of its path in reverse order, from the innermost to the
-/// outermost. Returns `None` if there is none.
+/// Finds a list where the schema requires a table. Returns the keys on the path to this list, from the innermost to the
+/// outermost. Returns `None` if there is no such list.
 fn list_for_table(root: &Json, schema: &Json, value: &Value) -> Option<Vec<String>> {
     let forms = forms(root, schema);
     match value {
@@ -202,13 +202,14 @@ fn forms<'a>(root: &'a Json, schema: &'a Json) -> Vec<&'a Json> {
     inner.into_iter().chain([schema]).collect()
 }
 
-/// The file's configuration with the assignments applied.
+/// Returns the configuration of the file with the assignments applied.
 fn assigned(root: &Table, assignments: &[String]) -> Result<RunConfig, ConfigError> {
     let refused = match with_assignments(root, assignments)? {
         Ok(config) => return Ok(config),
         Err(refused) => refused,
     };
-    // Values may depend on each other, so an assignment is blamed only if it is refused on its own.
+    // Values may depend on each other. So the error names a single assignment only if this assignment is refused
+    // without the others.
     let mut root = root.clone();
     root.entry("model").or_insert("small".into());
     for assignment in assignments {
@@ -219,8 +220,8 @@ fn assigned(root: &Table, assignments: &[String]) -> Result<RunConfig, ConfigErr
     Err(ConfigError::Refused { assignment: assignments.join(" --set "), why: refused })
 }
 
-/// Applies the assignments and parses the result. The outer error is that of an assignment; the inner error is the
-/// reason for which the resulting table is invalid.
+/// Applies the assignments and parses the resulting table. The outer error is for an assignment that cannot be parsed
+/// or applied. The inner error is the reason why the resulting table is invalid.
 fn with_assignments(root: &Table, assignments: &[String]) -> Result<Result<RunConfig, String>, ConfigError> {
     let mut root = root.clone();
     for assignment in assignments {
@@ -240,7 +241,8 @@ fn with_assignments(root: &Table, assignments: &[String]) -> Result<Result<RunCo
     Ok(RunConfig::deserialize(root).map_err(|error| with_nearest_name(error.to_string())))
 }
 
-/// Adds the nearest valid name to a message about an unknown key or value, if some name is similar enough.
+/// Adds the most similar valid name to a message about an unknown key or value. If no name is similar enough, returns
+/// the message unchanged.
 pub(crate) fn with_nearest(message: String) -> String {
     let quoted: Vec<&str> = message.split('`').skip(1).step_by(2).collect();
     let Some((wrong, known)) = quoted.split_first().filter(|_| message.contains("unknown")) else { return message };
@@ -275,7 +277,7 @@ fn nearest<'a>(wrong: &str, known: &[&'a str]) -> Option<&'a str> {
     known.iter().copied().filter(|name| is_near(name)).min_by_key(|name| distance(name) as isize - alike(name) as isize)
 }
 
-/// Adds the line of its key to an error.
+/// Adds to an error the line of the key that the error names.
 fn at_line(error: ConfigError, text: &str, assignments: &[String]) -> ConfigError {
     let ConfigError::Value { key, line: None, why, remedy } = error else { return error };
     let is_assigned = assignments

@@ -1,4 +1,4 @@
-//! Reads `metrics.jsonl` into one curve for each of its numbers.
+//! Reads `metrics.jsonl` into curves, one for each field of its rows.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -20,7 +20,8 @@ pub(super) struct Metrics {
     path: Option<PathBuf>,
     /// Number of bytes read, up to the end of the last complete line.
     read: u64,
-    /// Values by name, then by step. If a step was repeated after a resume, its last row counts.
+    /// Values by name, then by step. If a step occurs in several rows, because a resumed run repeated the step, the
+    /// last row counts.
     values: BTreeMap<String, BTreeMap<u64, f32>>,
     /// The last row without a step.
     pub summary: Option<Value>,
@@ -31,9 +32,10 @@ pub(super) struct Metrics {
 /// A curve for the page, in a compact form: 100,000 points take half a megabyte.
 #[derive(Debug, Serialize)]
 pub(super) struct Curve {
-    /// The steps, as runs of (first step, distance between steps, number of steps).
+    /// The steps, as ranges of equal distance: each has the first step, the distance between steps, and the number of
+    /// steps.
     steps: Vec<(u64, u64, u64)>,
-    /// The values as little-endian `f32` in base64; NaN for values that JSON cannot express.
+    /// The values as little-endian `f32` in base64. A null in the file becomes NaN.
     values: String,
 }
 
@@ -50,7 +52,8 @@ impl Metrics {
         self.values.iter().map(|(name, points)| (name.as_str(), Curve::new(points))).collect()
     }
 
-    /// The rows as a TensorBoard event file. Every row gets the time at which the file was last modified.
+    /// Returns the rows as a TensorBoard event file. Every row gets the same time, at which `metrics.jsonl` was last
+    /// modified.
     pub fn events(&self) -> Vec<u8> {
         let modified = self.path.as_ref().and_then(|path| fs::metadata(path).ok()?.modified().ok());
         let time = modified.and_then(|time| time.duration_since(UNIX_EPOCH).ok()).unwrap_or_default();
@@ -63,7 +66,8 @@ impl Metrics {
         events.into_bytes()
     }
 
-    /// Reads new rows. If the file is shorter than before, it belongs to another run and is read from the start.
+    /// Reads the rows that were written since the last call. If the file has become shorter, it belongs to another run
+    /// and is read from the start.
     pub fn refresh(&mut self, folder: &Path) -> Result<(), ReportError> {
         let Some(path) = find(folder) else {
             *self = Self::default();
@@ -85,13 +89,13 @@ impl Metrics {
         for line in text[..whole].split(|&byte| byte == b'\n').filter(|line| !line.trim_ascii().is_empty()) {
             self.broken += usize::from(!self.add(line));
         }
-        // A complete last line without a line break, as in a file written by hand. An incomplete line is not valid
-        // JSON.
+        // The last line may be complete although it has no line break, as in a file written by hand. If it is
+        // incomplete, it is not valid JSON, and `add` ignores it.
         self.add(&text[whole..]);
         Ok(())
     }
 
-    /// Adds the values of a row; false if the line is not a row.
+    /// Adds the values of a row. Returns false if the line is not a row.
     fn add(&mut self, line: &[u8]) -> bool {
         let Ok(Value::Object(row)) = serde_json::from_slice(line) else { return false };
         let Some(step) = row.get("step").and_then(Value::as_u64) else {
@@ -107,7 +111,7 @@ impl Metrics {
     fn put(&mut self, name: &str, step: u64, value: &Value) {
         let number = match value {
             Value::Number(number) => number.as_f64().map_or(f32::NAN, |number| number as f32),
-            // A value that is not finite, or was not measured.
+            // The value is not finite, or was not measured.
             Value::Null => f32::NAN,
             Value::Array(parts) => {
                 parts.iter().enumerate().for_each(|(index, part)| self.put(&format!("{name}.{index}"), step, part));
@@ -143,7 +147,8 @@ impl Curve {
     }
 }
 
-/// Returns the path of `metrics.jsonl` or, if there is no such file, of the folder's only other .jsonl file.
+/// Returns the path of `metrics.jsonl`. If there is no such file, but exactly one other .jsonl file, returns the path
+/// of that file. Otherwise returns `None`.
 fn find(folder: &Path) -> Option<PathBuf> {
     let usual = folder.join("metrics.jsonl");
     if usual.is_file() {
@@ -154,7 +159,8 @@ fn find(folder: &Path) -> Option<PathBuf> {
     found.next().filter(|_| found.next().is_none())
 }
 
-/// Reads a file from the given byte on; `None` if the file does not exist or is shorter.
+/// Returns the contents of a file from byte `start` on. Returns `None` if the file does not exist or has fewer than
+/// `start` bytes.
 fn read_from(path: &Path, start: u64) -> io::Result<Option<Vec<u8>>> {
     let Some(mut file) = open(path)? else { return Ok(None) };
     if file.metadata()?.len() < start {

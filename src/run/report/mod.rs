@@ -2,7 +2,7 @@
 //!
 //! In: folders of runs that [`train`](super::train) has finished or is still writing. Out: a self-contained page, or a
 //! page that is served on the loopback address and follows the runs. A missing or incomplete file is not an error,
-//! because the run may still write it.
+//! because a run in progress may still write the file.
 
 mod metrics;
 mod serve;
@@ -24,7 +24,7 @@ use self::metrics::{Curve, Metrics};
 pub use self::serve::ReportServer;
 use crate::page::{self, Page};
 
-/// The reason for which there is no report.
+/// The reason why a report cannot be created.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ReportError {
@@ -66,8 +66,8 @@ impl Report {
     /// Reads the folders of finished or running runs.
     ///
     /// # Errors
-    /// Returns a [`ReportError`] if a path is not the folder of a run, or a file cannot be read. A missing file is not
-    /// an error ([`RunRecord::missing`]).
+    /// Returns a [`ReportError`] if a path is not the folder of a run, or if a file cannot be read. A missing file is
+    /// not an error; [`RunRecord::missing`] lists such files.
     pub fn open(folders: &[PathBuf]) -> Result<Self, ReportError> {
         let mut report = Self { runs: names(folders).into_iter().zip(folders).map(RunRecord::new).collect() };
         report.refresh()?;
@@ -82,7 +82,7 @@ impl Report {
         &self.runs
     }
 
-    /// Reads the parts of the files that the runs have written since the last call.
+    /// Reads everything that the runs have written into their files since the last call.
     ///
     /// # Errors
     /// Returns [`ReportError::Read`] if a file cannot be read.
@@ -139,7 +139,8 @@ impl Report {
     }
 }
 
-/// Returns the last components of the paths. If two of these are equal, returns the whole paths.
+/// Returns a name for each path, which is its last component. If two of these names are equal, returns all paths in
+/// full.
 fn names(folders: &[PathBuf]) -> Vec<String> {
     let last = |path: &PathBuf| {
         let path = fs::canonicalize(path).unwrap_or_else(|_| path.clone());
@@ -199,18 +200,19 @@ impl RunRecord {
         self.metrics.events()
     }
 
-    /// Number of steps up to the last row; `None` without rows.
+    /// Number of steps up to the last row; `None` if there are no rows.
     pub fn steps(&self) -> Option<u64> {
         self.metrics.last_step().map(|step| step + 1)
     }
 
-    /// Returns the summary: `summary.json`, or the last row of `examples/train_gpt.rs`, which has no step. `None` if
-    /// there is neither.
+    /// Returns the summary from `summary.json`. If there is no such file, returns the last row without a step, as
+    /// `examples/train_gpt.rs` writes it. Returns `None` if there is no such row either.
     fn summary(&self) -> Option<&Value> {
         self.summary.as_ref().or(self.metrics.summary.as_ref())
     }
 
-    /// Describes what is missing from the folder; empty if it is complete.
+    /// Describes the files that are missing from the folder, and the lines that are not rows. The list is empty if the
+    /// folder is complete.
     pub fn missing(&self) -> Vec<String> {
         let files = [
             ("run.toml", self.config.is_some()),
@@ -277,8 +279,8 @@ fn flatten(key: String, value: toml::Value, to: &mut BTreeMap<String, String>) {
     }
 }
 
-/// Parses the samples that [`train`](super::train) has written, by steps done. If a resumed run has sampled a step
-/// again, the last sample counts.
+/// Parses the samples that [`train`](super::train) has written. Returns them by the number of steps done. If a resumed
+/// run has sampled again after the same step, the last sample counts.
 fn samples(text: &str) -> BTreeMap<u64, String> {
     let mut samples = BTreeMap::new();
     let mut last: Option<&mut String> = None;
@@ -295,8 +297,8 @@ fn samples(text: &str) -> BTreeMap<u64, String> {
     samples
 }
 
-/// Reads a file as text; `None` if it does not exist. Invalid UTF-8 is replaced, since a sample may end within a
-/// character.
+/// Reads a file as text. Returns `None` if the file does not exist. Invalid UTF-8 is replaced, since a sample may end
+/// within a character.
 fn text_of(path: &Path) -> Result<Option<String>, ReportError> {
     let read = || {
         let Some(mut file) = open(path)? else { return Ok(None) };
@@ -307,8 +309,8 @@ fn text_of(path: &Path) -> Result<Option<String>, ReportError> {
     read().map_err(|source| ReportError::Read { path: path.to_owned(), source })
 }
 
-/// Opens a regular file. Returns `None` if it does not exist, and an error for pipes and devices: opening a pipe could
-/// block, and a device may never end.
+/// Opens a regular file. Returns `None` if the file does not exist. Returns an error for pipes and devices, because
+/// opening a pipe could block, and a device may never end.
 fn open(path: &Path) -> io::Result<Option<File>> {
     match fs::metadata(path) {
         Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => Ok(None),

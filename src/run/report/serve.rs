@@ -10,13 +10,13 @@ use std::time::{Duration, Instant};
 
 use super::{Report, ReportError};
 
-/// The maximum time for reading a whole request, and again for writing its answer.
+/// The maximum time for reading a whole request. The same maximum applies to writing the answer.
 const PATIENCE: Duration = Duration::from_secs(10);
 
 /// The maximum size of a request in bytes; browsers send less.
 const LONGEST: usize = 16 << 10;
 
-/// The maximum number of simultaneous connections; a browser opens about six. Further ones are refused with 503.
+/// The maximum number of simultaneous connections; a browser opens about six. Further connections get the answer 503.
 const MAX_CONNECTIONS: usize = 64;
 
 /// The pause after the system has refused a connection, for example because too many files are open.
@@ -48,8 +48,8 @@ impl ReportServer {
         format!("http://{}/", self.address)
     }
 
-    /// Serves requests until the process ends. If the system refuses a connection or a thread, only that connection
-    /// ends.
+    /// Serves requests until the process ends. If the system refuses a connection, or a thread for it, only this
+    /// connection ends.
     pub fn run(&self) -> ! {
         let open = Arc::new(AtomicUsize::new(0));
         loop {
@@ -135,7 +135,7 @@ impl<'a> Timed<'a> {
         Self { stream, until: Instant::now() + PATIENCE }
     }
 
-    /// Returns the remaining time, or an error if there is none.
+    /// Returns the remaining time, or an error if no time remains.
     fn left(&self) -> io::Result<Option<Duration>> {
         match self.until.saturating_duration_since(Instant::now()) {
             Duration::ZERO => Err(ErrorKind::TimedOut.into()),
@@ -186,8 +186,8 @@ fn answer(report: &mut Report, path: Served) -> Result<String, ReportError> {
     }
 }
 
-/// Parses a request. A request with another host name is refused: it may come from a page whose own host name was
-/// pointed at this address (DNS rebinding).
+/// Parses a request. Returns `None` if the path is not served, or if the request's host name is not this server's. Such
+/// a request may come from a page of another site whose host name was pointed at this address (DNS rebinding).
 fn route(request: &str, address: SocketAddr) -> Option<Served> {
     let (first, headers) = request.split_once("\r\n")?;
     let mut hosts = headers.lines().filter_map(|line| line.split_once(':'));
@@ -221,12 +221,13 @@ mod tests {
 
     fn answer(stream: &mut TcpStream) -> String {
         let mut text = String::new();
-        // A refused connection may be reset after the answer.
+        // A connection that is refused may be reset after the answer, so an error is ignored.
         let _ = stream.read_to_string(&mut text);
         text
     }
 
-    /// Opens as many idle connections as are allowed, then one more, and another after these are closed.
+    /// Opens the maximum number of idle connections, and then one more, which is refused. After these connections are
+    /// closed, another one is accepted.
     #[test]
     fn connections_are_bounded() {
         let folder = tempfile::tempdir().unwrap();

@@ -30,8 +30,8 @@ fn append(path: &Path, text: &str) {
     File::options().create(true).append(true).open(path).unwrap().write_all(text.as_bytes()).unwrap();
 }
 
-/// Reads rows while they are written: a row in two halves, a row cut off by the end of a process, repeated steps, a
-/// null value, and then another run in the same folder.
+/// Reads rows while they are written. The cases are a row that arrives in two halves, a row cut off by the end of a
+/// process, repeated steps, a null value, and another run in the same folder.
 #[test]
 fn rows_are_read_as_they_come() {
     let folder = tempfile::tempdir().unwrap();
@@ -86,7 +86,7 @@ fn a_folder_has_what_it_has() {
     assert_eq!(html.matches("</script>").count(), 3, "of the map, of the data, of the script");
 }
 
-/// The server returns the page and the rows that were written since, and refuses everything else.
+/// The server returns the page, and rows that were written after the server was started. It refuses all other requests.
 #[test]
 fn a_served_report_follows_its_run() {
     let folder = tempfile::tempdir().unwrap();
@@ -120,7 +120,7 @@ fn a_served_report_follows_its_run() {
     assert_eq!(ask("GET /data.json", "rebound.example").0, "404", "another name for this address");
 }
 
-/// A pipe is reported as an error; it is neither read nor waited for.
+/// A pipe is reported as an error. It is not read, and the report does not wait for its data.
 #[cfg(unix)]
 #[test]
 fn what_is_no_regular_file_is_not_read() {

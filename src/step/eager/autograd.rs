@@ -2,7 +2,7 @@
 //! - nodes that hold the tensors they saved;
 //! - an engine that runs nodes in descending order of creation, and accumulates a gradient in place if it has the only
 //!   reference to the gradient;
-//! - checkpoints, which recompute all their saved tensors when the first of them is read.
+//! - checkpoints, which recompute all of their tensors when the backward reads the first of these tensors.
 //!
 //! The model follows `torch/csrc/autograd/engine.cpp`, `input_buffer.cpp` and, for checkpoints without reentry,
 //! `torch/utils/checkpoint.py`.
@@ -21,14 +21,14 @@ use super::tape::{Tape, Tensor};
 #[derive(Debug, Clone)]
 pub struct Var {
     pub data: Tensor,
-    /// The node input that takes its gradient; `None` if it needs no gradient.
+    /// The node input to which the tensor's gradient is passed; `None` if the tensor needs no gradient.
     pub edge: Option<Edge>,
 }
 
 /// A node of the backward graph, and the index of one of its inputs.
 pub type Edge = (Rc<Node>, usize);
 
-/// Computes the gradients of an operation's inputs from those of its outputs.
+/// Computes the gradients of an operation's inputs from the gradients of its outputs.
 type Formula = Box<dyn Fn(&Tape, &[Option<Tensor>]) -> Vec<Option<Tensor>>>;
 
 /// A node of the backward graph.
@@ -46,7 +46,7 @@ pub struct Node {
 /// The gradient of a leaf.
 #[derive(Debug, Default)]
 pub struct Leaf {
-    /// Whether the gradient is kept as a tensor until the step ends. If not, it is added to a sum that was allocated
+    /// Whether the gradient is kept as a tensor until the step ends. If false, it is added to a sum that was allocated
     /// before the step.
     keeps: bool,
     pub grad: RefCell<Option<Tensor>>,
@@ -69,7 +69,7 @@ enum Slot {
 /// A checkpoint: a part of the forward that saves only its inputs.
 #[derive(Debug)]
 pub struct Checkpoint {
-    /// Positions of its nodes within the stage.
+    /// Positions of the checkpoint's nodes within the stage.
     pub nodes: Range<usize>,
     pub inputs: Vec<(ValueId, Var)>,
     saves: Cell<usize>,
@@ -83,15 +83,15 @@ impl Checkpoint {
     }
 }
 
-/// Treatment of the tensors that operations save.
+/// The treatment of tensors that operations save.
 #[derive(Debug, Clone, Default)]
 pub enum Mode {
-    /// They are saved.
+    /// The tensors are saved.
     #[default]
     Keep,
-    /// They are dropped; the frame can recompute them.
+    /// The tensors are dropped. The checkpoint can recompute them.
     Drop(Rc<Checkpoint>),
-    /// The frame's forward is running again, until all of its dropped tensors have been recomputed.
+    /// The forward of the checkpoint is running again, until all of its dropped tensors have been recomputed.
     Recompute(Rc<Checkpoint>),
 }
 
@@ -127,7 +127,8 @@ impl Autograd {
         Recording { autograd: self, next: inputs.iter().map(|input| input.edge.clone()).collect(), saved: Vec::new() }
     }
 
-    /// Runs the backward from `roots`, which are outputs with their gradients. `again` runs the forward of a frame.
+    /// Runs the backward from `roots`, which are outputs with their gradients. `again` runs the forward of a checkpoint
+    /// again.
     pub fn backward(&self, roots: Vec<(Edge, Tensor)>, again: &dyn Fn(&Checkpoint)) {
         let nodes: Vec<Rc<Node>> = roots.iter().map(|((node, _), _)| node.clone()).collect();
         let mut waiting = dependencies(&nodes);
@@ -135,7 +136,7 @@ impl Autograd {
         for ((node, input), gradient) in roots {
             buffers.entry(Rc::as_ptr(&node)).or_insert_with(|| vec![None; node.outputs])[input] = Some(gradient);
         }
-        // Among equal numbers, the node that became ready first runs first.
+        // Among nodes of equal order, the node that became ready first runs first.
         let (mut ready, mut turn) = (BinaryHeap::new(), u64::MAX);
         for node in nodes {
             if waiting[&Rc::as_ptr(&node)] == 0 && !ready.iter().any(|Ready(_, _, other)| Rc::ptr_eq(other, &node)) {
@@ -160,8 +161,8 @@ impl Autograd {
         }
     }
 
-    /// Computes the gradients of a node's inputs. The output gradients are freed first, then the tensors that the node
-    /// saved.
+    /// Computes the gradients of a node's inputs. Afterwards, the gradients of the node's outputs are freed first, and
+    /// then the tensors that the node saved.
     fn run(&self, node: &Node, gradients: Vec<Option<Tensor>>, again: &dyn Fn(&Checkpoint)) -> Vec<Option<Tensor>> {
         let Some(formula) = &node.formula else {
             let mut kept = node.leaf.grad.borrow_mut();
@@ -185,7 +186,7 @@ impl Autograd {
         outputs
     }
 
-    /// Recomputes a frame's tensors, unless this has been done.
+    /// Recomputes the tensors of a checkpoint, unless they have been recomputed already.
     fn recall(&self, frame: &Rc<Checkpoint>, again: &dyn Fn(&Checkpoint)) {
         if frame.tensors.borrow().is_empty() {
             let before = self.mode.replace(Mode::Recompute(frame.clone()));
@@ -195,7 +196,8 @@ impl Autograd {
         }
     }
 
-    /// Adds a gradient to the sum so far, in place if the sum can be reused.
+    /// Adds a gradient to `sum`. If the sum has the only reference to its memory, the addition is in place; otherwise a
+    /// new sum is allocated.
     fn accumulate(&self, sum: &mut Option<Tensor>, new: Option<Tensor>) {
         match (sum.take(), new) {
             (Some(old), Some(_)) if old.is_stealable() => *sum = Some(old),
@@ -228,7 +230,8 @@ impl Recording<'_> {
                 if tensors.len() < frame.saves.get() {
                     tensors.push(Some(tensor.clone()));
                 }
-                // All saved tensors are back, so the rest of the forward is not run (`_StopRecomputationError`).
+                // When all saved tensors have been recomputed, the rest of the forward does not run, as with PyTorch's
+                // `_StopRecomputationError`.
                 self.autograd.tape.mute(tensors.len() == frame.saves.get());
             }
         }
@@ -260,7 +263,7 @@ impl Recording<'_> {
     }
 }
 
-/// Number of gradients that each node waits for before it can run.
+/// Returns the number of gradients that each node waits for before it can run.
 fn dependencies(roots: &[Rc<Node>]) -> HashMap<*const Node, usize> {
     let mut counts = HashMap::new();
     let mut stack = Vec::new();
@@ -281,7 +284,7 @@ fn dependencies(roots: &[Rc<Node>]) -> HashMap<*const Node, usize> {
     counts
 }
 
-/// A node that can run: its number, and its rank among nodes with equal numbers.
+/// A node that can run, with its order and its priority among nodes of equal order.
 struct Ready(u64, u64, Rc<Node>);
 
 impl Ord for Ready {
@@ -305,7 +308,7 @@ impl PartialEq for Ready {
 impl Eq for Ready {}
 
 impl Var {
-    /// The leaf, if the variable is one that needs a gradient.
+    /// Returns the leaf if the variable is a leaf that needs a gradient, and `None` otherwise.
     pub fn leaf(&self) -> Option<&Leaf> {
         self.edge.as_ref().filter(|(node, _)| node.formula.is_none()).map(|(node, _)| &node.leaf)
     }

@@ -5,8 +5,8 @@
 //! | all on one rank | `transformers`' loop over experts (`MixtralSparseMoeBlock`): each expert gathers its tokens' rows and adds its results to the output in place |
 //! | shared by ranks | rows are exchanged by `all_to_all` and sorted by expert; experts run one by one; their results are sorted back and returned, put into the order of the tokens, weighted and summed |
 //!
-//! In both programs, each expert has its own parameters, and an expert that gets no row is skipped. The functions have
-//! the form that `rules` describes.
+//! In both programs, each expert has its own parameters, and an expert that gets no row is skipped. The module `rules`
+//! describes how to read the functions.
 
 use std::collections::{BTreeMap, HashSet};
 
@@ -19,7 +19,7 @@ use super::tape::{INT64, Tape, Tensor};
 /// Returns the number of rows of each expert of a rank, given the micro-batch and the name of the experts' layer.
 pub type ExpertRows<'a> = dyn Fn(usize, &str) -> Vec<u64> + 'a;
 
-/// A layer's experts, as nodes of a graph.
+/// The mixture of experts of a layer, given by nodes and values of the graph.
 #[derive(Debug)]
 pub struct Mixture {
     /// The first of the layer's nodes; the whole program runs in its place.
@@ -33,8 +33,8 @@ pub struct Mixture {
 }
 
 impl Mixture {
-    /// Finds the mixtures of experts of a graph, by layer. Layers whose experts choose tokens, and layers that are
-    /// split between stages, are left out.
+    /// Finds the mixtures of experts of a graph, by layer. Layers whose experts choose tokens are left out, and so are
+    /// layers that are split between stages.
     pub fn find(graph: &Graph) -> BTreeMap<String, Self> {
         let mut layers: BTreeMap<String, Vec<NodeId>> = BTreeMap::new();
         for id in graph.node_ids().filter(|&id| graph.node(id).phase == Phase::Forward) {
@@ -61,9 +61,8 @@ impl Mixture {
     }
 }
 
-/// Draws the row counts of the first `here` of `experts` experts, where each of `rows` rows goes to any expert with
-/// equal probability. The counts are drawn from a normal distribution, as an approximation of the binomial
-/// distribution.
+/// Draws the row counts of the first `here` of `experts` experts. Each of the `rows` rows goes to any expert with equal
+/// probability. A count has a binomial distribution, which is approximated by a normal distribution.
 pub fn draw_row_counts(rows: u64, experts: u64, here: u64, numbers: Numbers) -> Vec<u64> {
     let mut left = rows;
     let mut draw = |expert: u64| {
@@ -84,7 +83,8 @@ impl Autograd {
     /// The program for experts that are all on this rank.
     pub fn looped_experts(&self, x: &Var, weights: &Var, rows: &[u64], expert: Expert<'_>) -> Var {
         let mut sum = Var { data: self.tape.like(&x.data), edge: None };
-        // The loop variables of the Python program. Each keeps its tensor until the next expert's is assigned.
+        // The loop variables of the Python program. Each variable keeps its tensor until the next expert's tensor is
+        // assigned to it.
         let (mut _made, mut _state): (Option<Var>, Option<Var>) = (None, None);
         let (mut _tokens, mut _choices): (Option<Tensor>, Option<Tensor>) = (None, None);
         for (index, &count) in rows.iter().enumerate().filter(|(_, count)| **count > 0) {
@@ -172,7 +172,8 @@ impl Autograd {
         self.record(&[x]).output(y, move |_, g| vec![Some(Tensor { elements, width, ..g.view() })])
     }
 
-    /// `div` by a divisor that is not larger. The second gradient, −g·((a ÷ b) ÷ b), is computed before the first.
+    /// `div` by a tensor with at most as many elements. The gradient of the divisor, −g·((a ÷ b) ÷ b), is computed
+    /// before that of the dividend.
     pub fn div(&self, a: &Var, b: &Var) -> Var {
         let mut op = self.record(&[a, b]);
         op.save(&b.data);
@@ -215,7 +216,7 @@ impl Autograd {
             drop([places(), places()]);
             let [_sorted, _order, _range] = [(); 3].map(|()| places());
             drop(t.bytes(sort_workspace(count)));
-            // In the recordings, the engine does not accumulate into this gradient in place.
+            // In the recordings, the autograd engine does not accumulate into this gradient in place.
             vec![Some(gradient.view())]
         })
     }
@@ -233,8 +234,7 @@ impl Autograd {
         })
     }
 
-    /// `index_copy` of rows into zeros, which are copied first. The rows are saved, because the backward needs their
-    /// shape.
+    /// `index_copy` of rows into a copy of zeros. The rows are saved, because the backward needs their shape.
     fn index_copy(&self, rows: &Var, index: &Tensor) -> Var {
         let mut op = self.record(&[rows]);
         op.save(index);

@@ -1,7 +1,7 @@
 //! Lowers a step as an eager framework runs it: the allocations and frees that PyTorch 2 would make, in order.
 //!
-//! In: the forward of a recorded graph. Out: a table of lifetimes with one tick per allocation and per free, like the
-//! recordings of the real library. The model includes operations that run one by one, the tensors that autograd saves,
+//! In: the forward of a recorded graph. Out: a table of lifetimes with one tick per allocation and per free, as in
+//! recordings of PyTorch itself. The model includes operations that run one by one, the tensors that autograd saves,
 //! temporaries and workspaces, gradient accumulation, and frees when the last reference is dropped. No kernel runs and
 //! no value is computed.
 //!
@@ -27,7 +27,7 @@ use self::run::{Run, Style};
 use self::tape::{BF16, F32};
 use super::{Lowering, Precision, Step};
 
-/// The reason for which a step has no table as an eager framework runs it.
+/// The reason why the lifetimes of a step under an eager framework cannot be computed.
 #[derive(Debug, thiserror::Error)]
 pub enum EagerError {
     /// An operation has no rule.
@@ -38,7 +38,7 @@ pub enum EagerError {
         /// Layer of the operation.
         layer: String,
     },
-    /// A recompute policy or a schedule that eager frameworks do not have.
+    /// The step has a recompute policy or a schedule that eager frameworks do not have.
     #[error("{0} is not supported for eager frameworks; use --lowering gapless")]
     Unknown(String),
     /// The schedule does not exist for the step's shape.
@@ -50,9 +50,9 @@ pub enum EagerError {
 }
 
 impl Step {
-    /// Returns the lifetimes of a pipeline rank under an eager framework. The step's key `lowering` only matters if it
-    /// is `eager-amp`, which selects autocast. The rows of experts are drawn at random: each row goes to any of a
-    /// layer's experts with equal probability.
+    /// Returns the lifetimes of a pipeline rank under an eager framework. If the step's key `lowering` is `eager-amp`,
+    /// autocast is modelled; other values have no effect. The rows of experts are drawn at random: each row goes to any
+    /// of a layer's experts with equal probability.
     ///
     /// # Errors
     /// Returns an [`EagerError`] if the step has a part that is not modelled.
@@ -60,8 +60,8 @@ impl Step {
         self.eager_with(graph, rank, None)
     }
 
-    /// Like [`Self::eager`], with the given number of rows for each expert. `rows` must be a pure function, because
-    /// recomputed layers call it again.
+    /// Like [`Self::eager`], but `rows` gives the number of rows of each expert. `rows` must be a pure function,
+    /// because it is called again when a layer is recomputed.
     ///
     /// # Errors
     /// Returns an [`EagerError`] if the step has a part that is not modelled.
@@ -106,7 +106,7 @@ impl Step {
         }
     }
 
-    /// The blocks that are checkpointed: only their inputs are saved.
+    /// Returns the blocks that are checkpointed, of which only the inputs are saved.
     fn checkpoints(&self, blocks: &[String]) -> Result<Vec<String>, EagerError> {
         let layers = match &self.options.memory.recompute {
             _ if self.options.memory.budget.is_some() => return Err(EagerError::Unknown("a budget".to_owned())),

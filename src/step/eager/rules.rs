@@ -1,4 +1,4 @@
-//! The allocations of each PyTorch operation: one function each, which can be read as a table.
+//! The allocations of PyTorch's operations. There is one function per operation, which can be read as a table:
 //!
 //! | in a function | meaning |
 //! |---|---|
@@ -6,8 +6,8 @@
 //! | a variable | a temporary; temporaries are freed in reverse order when the function or formula ends |
 //! | the last line | the output, and in its formula the gradients, in the order in which they are allocated |
 //!
-//! An argument passed by value is a temporary that nothing else refers to. Sizes of workspaces are those of PyTorch
-//! 2.15 on a device like an A100, as recorded; the code that computes them is named beside each.
+//! An argument that is passed by value is a temporary without further references. Sizes of workspaces are those of
+//! PyTorch 2.15 on a device like an A100, as recorded. A comment at each size names the PyTorch code that computes it.
 
 use super::autograd::{Autograd, Var};
 use super::tape::{F32, INT64, Tape, Tensor};
@@ -17,8 +17,8 @@ const CUBLAS: u64 = 8_519_680;
 /// The workspace of cublasLt, which adds a bias while it stores the product (`aten/src/ATen/cuda/CUDABlas.cpp`).
 const CUBLAS_LT: u64 = 1 << 20;
 
-/// Bytes that `cub::DeviceRadixSort` takes for sorting `count` int64 values by int64 keys, without its operands, as
-/// recorded. A short array is sorted in one block.
+/// The recorded bytes of workspace that `cub::DeviceRadixSort` takes to sort `count` int64 values by int64 keys.
+/// Operands are not included. A short array is sorted in one block.
 pub fn sort_workspace(count: u64) -> u64 {
     if count > 2300 { count * 65 / 4 + 5631 } else { 1 }
 }
@@ -45,7 +45,7 @@ impl Autograd {
         op.output(self.tape.cast(&x.data, dtype), move |t, g| vec![Some(t.cast(g, back))])
     }
 
-    /// A view that keeps the order of the elements, with another width. A transposed tensor must be copied.
+    /// A view with another width that keeps the order of the elements. A transposed tensor must be copied for this.
     pub fn view(&self, x: &Var, width: u64) -> Var {
         let copies = x.data.is_transposed;
         let y = if copies { self.tape.new_tensor(x.data.elements, width, x.data.dtype) } else { x.data.clone() };
@@ -80,12 +80,14 @@ impl Autograd {
         })
     }
 
-    /// An elementwise operation whose gradient needs no saved tensor: `neg`, or adding or multiplying by a number.
+    /// An elementwise operation whose gradient needs no saved tensor: `neg`, the addition of a number, or the
+    /// multiplication by a number.
     pub fn scale(&self, x: &Var) -> Var {
         self.record(&[x]).output(self.tape.like(&x.data), |t, g| vec![Some(t.like(g))])
     }
 
-    /// `add`. Both inputs get the same gradient, cast or summed to their type and shape (`validate_outputs`).
+    /// `add`. Both inputs get the same gradient, which is cast to the input's type and summed to its shape if they
+    /// differ (`validate_outputs`).
     pub fn add(&self, a: &Var, b: &Var) -> Var {
         let dtype = a.data.dtype.max(b.data.dtype);
         let long = if a.data.elements >= b.data.elements { a } else { b };
@@ -100,8 +102,8 @@ impl Autograd {
         })
     }
 
-    /// `mul`. The backward computes the two products, the second factor's first, and then sums them to the shape of a
-    /// smaller factor.
+    /// `mul`. The backward computes the gradient of the second factor, then that of the first. If a factor has a
+    /// smaller shape, its gradient is then summed to this shape.
     pub fn mul(&self, a: &Var, b: &Var) -> Var {
         let mut op = self.record(&[a, b]);
         let needs = [op.needs(0), op.needs(1)];
@@ -226,8 +228,8 @@ impl Autograd {
         self.record(&[weight]).output(weight.data.clone(), |_, g| vec![Some(g.view())])
     }
 
-    /// `addmm` with a bias, otherwise `mm`. The weight's gradient is computed before the input's in `mm`, after it in
-    /// `addmm`.
+    /// `addmm` with a bias, otherwise `mm`. In `mm`, the weight's gradient is computed before the input's gradient. In
+    /// `addmm`, it is computed after it.
     fn product(&self, flat: &Var, turned: &Var, bias: Option<&Var>) -> Var {
         let (inner, outer) = (flat.data.width, turned.data.elements / flat.data.width);
         let mut op = match bias {
@@ -327,7 +329,7 @@ impl Autograd {
         })
     }
 
-    /// `cross_entropy`: `log_softmax`, which saves its output, and `nll_loss`. Under autocast the latter runs in
+    /// `cross_entropy`: `log_softmax`, which saves its output, and `nll_loss`. Under autocast, `nll_loss` runs in
     /// float32.
     pub fn cross_entropy(&self, logits: &Var, targets: Tensor, in_f32: bool) -> Var {
         let mut op = self.record(&[logits]);

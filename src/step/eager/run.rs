@@ -1,4 +1,4 @@
-//! Runs the forward of a graph action by action, and the recorded backwards.
+//! Runs the actions of a rank: forwards, by walking through the graph, and backwards, as they were recorded.
 
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, HashMap, HashSet};
@@ -15,7 +15,7 @@ use super::experts::{ExpertRows, Mixture, draw_row_counts};
 use super::stage::{Stage, is_sum};
 use super::tape::{BF16, F32, INT64, Tensor};
 
-/// Properties of a step that depend on how its program is written.
+/// Properties of a step that depend on the framework's program for it.
 #[derive(Debug, Clone, Copy)]
 pub struct Style {
     /// Bytes per parameter element.
@@ -54,17 +54,17 @@ pub struct Run<'g> {
     persistent: Vec<Tensor>,
     /// The cache of autocast, by parameter and expert.
     casts: RefCell<BTreeMap<(ValueId, usize), Var>>,
-    /// Inputs of `swiglu` to which `silu` is applied. It is applied as soon as the input is computed.
+    /// Inputs of `swiglu` to which `silu` is applied. This happens as soon as such an input has been computed.
     gates: HashSet<ValueId>,
     /// Mixtures of experts by layer.
     mixtures: BTreeMap<String, Mixture>,
-    /// Row counts of experts; drawn at random if absent.
+    /// Row counts of experts. If `None`, they are drawn at random.
     rows: Option<&'g ExpertRows<'g>>,
     micro_batch: Cell<usize>,
     blocks: Vec<String>,
     checkpointed: HashSet<String>,
     in_flight: HashMap<Action, InFlight>,
-    /// Gradients of the next action's outputs, if they are received before it.
+    /// Gradients of the next action's outputs, if they have been received before the action starts.
     received: Vec<Tensor>,
     /// Tensors that the last backward keeps until the next action has received its inputs.
     left: Vec<Tensor>,
@@ -162,7 +162,7 @@ impl<'g> Run<'g> {
         }
     }
 
-    /// Runs an action of the schedule. `next` is the action that follows.
+    /// Runs an action of the schedule. `next` is the action after it, or `None` for the last action.
     pub fn run_action(&mut self, action: Action, next: Option<&Action>) -> Result<(), EagerError> {
         self.micro_batch.set(action.micro_batch.0 as usize);
         match action.kind {
@@ -185,7 +185,7 @@ impl<'g> Run<'g> {
             let elements = value.spec.elements() as u64;
             let var = match value.source {
                 Source::Input { .. } => Var { data: self.autograd.tape.new_tensor(elements, 1, INT64), edge: None },
-                // Received from another stage.
+                // The value is received from another stage.
                 Source::Node { .. } => {
                     let width = value.spec.dims().last().copied().unwrap_or(1) as u64;
                     let data = self.autograd.tape.new_tensor(elements, width, self.dtype(&value.spec));
@@ -236,8 +236,8 @@ impl<'g> Run<'g> {
         }
     }
 
-    /// Runs the update, then frees the gradients. Only the gradient norms are allocated, because a fused update works
-    /// in place.
+    /// Runs the update, and then frees the gradients. The update allocates only the gradient norms, because a fused
+    /// update works in place.
     pub fn update(&mut self) {
         self.left.clear();
         let tape = &self.autograd.tape;
@@ -254,11 +254,11 @@ impl<'g> Run<'g> {
         self.autograd.tape.clone().into_buffers()
     }
 
-    /// Runs a stage's forward. Returns the values that other stages read or, for the last stage, the loss.
+    /// Runs a stage's forward. Returns the values that other stages read. For the last stage, returns the loss.
     fn run_stage(&self, stage: &Stage, mut environment: Environment) -> Result<Vec<Var>, EagerError> {
         let block = |position: usize| block_of(&self.graph.node(stage.nodes[position]).layer);
         let mut start = 0;
-        // In the programs of dense models, the input of the loop over blocks is a variable that stays alive.
+        // In the programs of dense models, a variable keeps the input of the loop over blocks alive.
         let mut first: Option<Vec<(ValueId, Var)>> = None;
         while start < stage.nodes.len() {
             let name = block(start);
@@ -271,7 +271,7 @@ impl<'g> Run<'g> {
             if let Some(frame) = &frame {
                 self.autograd.set_mode(Mode::Drop(frame.clone()));
             }
-            // While a block runs, its caller holds the block's inputs. Outside of blocks no caller does.
+            // While a block runs, the caller of the block holds its inputs. Outside of blocks, no caller holds inputs.
             let mut inside: Environment = inputs.into_iter().collect();
             if name.is_none() {
                 environment
@@ -287,7 +287,7 @@ impl<'g> Run<'g> {
         Ok(stage.outputs.iter().filter_map(|id| environment.remove(id)).collect())
     }
 
-    /// Values that these nodes read from earlier nodes.
+    /// Returns the values that these nodes read from earlier nodes.
     fn inputs(&self, stage: &Stage, nodes: Range<usize>, environment: &Environment) -> Vec<(ValueId, Var)> {
         let read = stage.nodes[nodes].iter().flat_map(|&id| &self.graph.node(id).inputs);
         let mut ids: Vec<ValueId> = read.copied().collect();
@@ -296,7 +296,7 @@ impl<'g> Run<'g> {
         ids.into_iter().filter_map(|id| environment.get(&id).map(|var| (id, var.clone()))).collect()
     }
 
-    /// Recomputes a checkpoint's forward.
+    /// Runs the forward of a checkpoint again, to recompute its tensors.
     fn recall(&self, stage: &Stage, frame: &Checkpoint) {
         let mut environment = frame.inputs.iter().cloned().collect();
         // Errors cannot occur: the same nodes have run before.
@@ -336,7 +336,8 @@ impl<'g> Run<'g> {
         let unknown = || EagerError::Op { op: node.op.name().to_owned(), layer: node.layer.to_string() };
         let input = |index: usize| value(index).ok_or_else(unknown);
         if let Some(mixture) = self.mixtures.get(&*node.layer) {
-            // The program of the experts covers all nodes of the layer; the others do nothing.
+            // The experts' program runs in place of the dispatch node and covers all nodes of the layer, so the other
+            // nodes do nothing.
             if id == mixture.dispatch {
                 let weights = values.get(&mixture.weights).cloned().ok_or_else(unknown)?;
                 values.insert(mixture.output, self.experts(mixture, &node.layer, &input(0)?, &weights));
@@ -356,7 +357,7 @@ impl<'g> Run<'g> {
             }
             "narrow" => return self.split(id, &input(0)?, values),
             "broadcast_as" | "contiguous" | "scaled_sum" => input(0)?,
-            // A constant that is added to or multiplied with a sum is part of the sum.
+            // The program has no operation of its own for a constant that is added to a sum or multiplied with it.
             "affine" if is_sum(self.graph, node.inputs[0]) => input(0)?,
             "to_dtype" => autograd.cast(&input(0)?, self.dtype(spec)),
             "softmax_last_dim" => autograd.softmax(&input(0)?),
@@ -369,7 +370,7 @@ impl<'g> Run<'g> {
                 return Ok(());
             }
             "expert_load" => Var { data: autograd.tape.new_tensor(spec.elements() as u64, width, F32), edge: None },
-            // Covered by the sorting in the experts' program.
+            // The sorting in the experts' program covers this operation.
             "route" => return Ok(()),
             "reshape" => autograd.view(&input(0)?, width),
             "transpose" => autograd.transpose(&input(0)?),
@@ -416,13 +417,13 @@ impl<'g> Run<'g> {
         self.autograd.linear(&self.operand(x), &weight, bias.as_ref())
     }
 
-    /// The activation that a product reads; cast under autocast.
+    /// Returns the activation that a product reads. Under autocast, this is a cast of the activation.
     fn operand(&self, x: &Var) -> Var {
         if self.style.is_amp { self.autograd.cast(x, BF16) } else { x.clone() }
     }
 
-    /// Returns the parameter that a product reads. Under autocast this is a cast of the parameter, which is cached
-    /// until the forward ends.
+    /// Returns the parameter that a product reads. Under autocast, this is a cast of the parameter, and the cast is
+    /// cached until the forward ends.
     fn autocast(&self, id: (ValueId, usize), parameter: &Var) -> Var {
         if !self.style.is_amp {
             return parameter.clone();
@@ -474,7 +475,7 @@ impl<'g> Run<'g> {
         if spec.dtype == DType::F32 { F32 } else { self.style.parameter }
     }
 
-    /// Splits a tensor into all its adjacent `narrow`ed parts at once.
+    /// Splits a tensor at once into all adjacent parts that `narrow` operations take of it.
     fn split(&self, id: NodeId, whole: &Var, values: &mut Environment) -> Result<(), EagerError> {
         let node = self.graph.node(id);
         if values.contains_key(&node.outputs[0]) {

@@ -10,14 +10,14 @@ use gapless_parallel::{Action, StageId};
 #[derive(Debug, Default)]
 pub struct Stage {
     pub nodes: Vec<NodeId>,
-    /// Position of the last node that reads each value.
+    /// For each value, the position of the last node that reads it.
     pub last: BTreeMap<ValueId, usize>,
-    /// Values that other stages read; for the last stage, the loss.
+    /// Values that other stages read. For the last stage, this is the loss.
     pub outputs: Vec<ValueId>,
 }
 
 impl Stage {
-    /// Returns the stages of a rank's actions, and all blocks of the model in order.
+    /// Returns the stages of a rank's actions, and the names of all blocks of the model, in order.
     pub fn of_rank(graph: &Graph, row: &[Action], is_transformers: bool) -> (HashMap<StageId, Self>, Vec<String>) {
         let mut stages: HashMap<StageId, Self> = HashMap::new();
         let here: HashSet<StageId> = row.iter().map(|action| action.stage).collect();
@@ -54,8 +54,8 @@ pub fn is_sum(graph: &Graph, id: ValueId) -> bool {
     matches!(graph.value(id).source, Source::Node { node, .. } if graph.node(node).op.name() == "sum")
 }
 
-/// Moves linear layers with the same input next to each other, together with the views of their outputs. So queries,
-/// keys and values are all computed before any of them is rotated.
+/// Moves linear layers that have the same input next to each other, together with the views of their outputs. So the
+/// products for queries, keys and values all come before the rotation of queries and keys.
 fn put_products_together(graph: &Graph, nodes: &mut [NodeId]) {
     let name = |id: NodeId| graph.node(id).op.name();
     let read = |id: NodeId| Some(graph.node(id)).filter(|node| node.op.name() == "linear").map(|node| node.inputs[0]);

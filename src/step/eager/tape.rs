@@ -6,7 +6,7 @@ use std::rc::Rc;
 
 use gapless_alloc::Buffer;
 
-/// Bytes per element of float32 and bfloat16.
+/// Bytes per float32 element.
 pub const F32: u64 = 4;
 pub const BF16: u64 = 2;
 /// Bytes per token id: PyTorch's int64.
@@ -23,11 +23,11 @@ struct Events {
     is_muted: bool,
 }
 
-/// The memory of one allocation; freed with its last reference.
+/// The memory of one allocation, which is freed when the last reference to it is dropped.
 #[derive(Debug)]
 pub struct Storage {
     tape: Tape,
-    /// Index of its buffer; `None` if nothing was allocated.
+    /// Index of the allocation's buffer; `None` if no memory was allocated.
     index: Option<usize>,
 }
 
@@ -52,12 +52,12 @@ pub struct Tensor {
     pub dtype: u64,
     /// Whether the tensor is a view. The base of a view holds its own reference to the memory.
     pub is_view: bool,
-    /// Whether the middle dimensions are swapped in memory, so that a change of shape needs a copy.
+    /// Whether the two middle dimensions are swapped in memory. If true, a change of the shape needs a copy.
     pub is_transposed: bool,
 }
 
 impl Tensor {
-    /// Number of rows of the last dimension.
+    /// Number of rows, each of which extends over the last dimension.
     pub fn rows(&self) -> u64 {
         self.elements / self.width
     }
@@ -68,7 +68,7 @@ impl Tensor {
         Rc::strong_count(&self.storage) == 1 && !self.is_view
     }
 
-    /// A view of the tensor.
+    /// Returns a view of the tensor.
     pub fn view(&self) -> Self {
         Self { is_view: true, ..self.clone() }
     }

@@ -1,4 +1,4 @@
-//! The curve of time over budget: the cost of each smaller arena.
+//! The curve of step time over memory budget, which shows how much time a smaller arena costs.
 
 use std::fmt;
 
@@ -10,7 +10,8 @@ use serde::Serialize;
 
 use super::step::{Planned, plan_rank};
 
-/// Plans of one step under several budgets, from the smallest that fits to one that requires no recomputation.
+/// Plans of one step under several budgets, from the smallest budget that fits to the one that requires no
+/// recomputation.
 #[derive(Debug, Serialize)]
 pub struct Curve {
     points: Vec<Point>,
@@ -24,7 +25,8 @@ struct Point {
     overhead: f64,
 }
 
-/// Plans a rank under `count` budgets, evenly spaced from the smallest that fits to one that requires no recomputation.
+/// Plans a rank under `count` budgets. They are evenly spaced, from the smallest budget that fits to the one that
+/// requires no recomputation.
 pub fn curve(step: &Step, rank: usize, count: usize) -> Result<Curve, TrainError> {
     let all = plan_rank(&step.within(None), rank)?.0.arena_bytes;
     let under = |bytes| plan_rank(&step.within(Some(bytes)), rank);
@@ -41,7 +43,8 @@ pub fn curve(step: &Step, rank: usize, count: usize) -> Result<Curve, TrainError
                 let Planned { arena_bytes, step_ms, overhead, .. } = planned;
                 points.push(Point { budget, arena_bytes, step_ms, overhead });
             }
-            // The budget is so close to the smallest that the search finds no recomputation for it.
+            // This budget is so close to the smallest one that the search finds no recomputation for it. It is left
+            // out.
             Err(TrainError::Compile(CompileError::OverBudget { .. })) => {}
             Err(error) => return Err(error),
         }
@@ -75,8 +78,8 @@ struct Axis {
 }
 
 impl Axis {
-    /// Creates an axis that covers all values. `steps` has the possible distances of ticks, in ascending order; the
-    /// first one with at most about seven ticks is used.
+    /// Creates an axis that covers all values. `steps` has the possible distances of ticks, in ascending order. The
+    /// first distance that needs at most about seven ticks is used.
     fn new(values: impl Iterator<Item = f64> + Clone, pixels: [f64; 2], mut steps: impl Iterator<Item = f64>) -> Self {
         let (least, most) = (values.clone().fold(f64::INFINITY, f64::min), values.fold(0.0, f64::max));
         let step = steps.find(|step| (most - least) / step <= 6.0).unwrap_or(1.0);
@@ -89,7 +92,7 @@ impl Axis {
         from + (value - first) / (last - first) * (to - from)
     }
 
-    /// The ticks: values and pixels.
+    /// Returns the ticks, each as its value and its pixel.
     fn ticks(&self) -> impl Iterator<Item = (f64, f64)> {
         let count = ((self.values[1] - self.values[0]) / self.step).round() as u32;
         (0..=count).map(|i| self.values[0] + f64::from(i) * self.step).map(|value| (value, self.at(value)))
@@ -97,8 +100,8 @@ impl Axis {
 }
 
 impl Curve {
-    /// Draws the curve: arena bytes on the x axis, time per step on the y axis. A ring marks the plan `chosen`, given
-    /// by its bytes and milliseconds.
+    /// Draws the curve as SVG. The x axis has the arena bytes, and the y axis the time per step. A ring marks the plan
+    /// `chosen`, which is given by its bytes and milliseconds.
     pub fn svg(&self, title: &str, chosen: (u64, f64)) -> String {
         let [left, top, right, bottom] = [MARGINS[0], MARGINS[1], WIDTH - MARGINS[2], HEIGHT - MARGINS[3]];
         let points = || self.points.iter().map(|point| (point.arena_bytes, point.step_ms)).chain([chosen]);
@@ -114,7 +117,7 @@ impl Curve {
             drawn += &format!("<text x=\"{x:.1}\" y=\"{}\" text-anchor=\"middle\">{bytes}</text>\n", bottom + 18.0);
         }
         for (time, y) in y.ticks() {
-            // Removes the rounding error of the sum.
+            // Without this rounding, the label would show the rounding error of the sum.
             let time = (time * 1e9).round() / 1e9;
             drawn += &format!("<path class=\"line\" d=\"M{left} {y:.1}H{right}\"/>");
             drawn += &format!("<text x=\"{}\" y=\"{:.1}\" text-anchor=\"end\">{time}</text>\n", left - 8.0, y + 4.0);

@@ -94,7 +94,8 @@ fn step(arguments: &Arguments) -> anyhow::Result<Fit> {
     }
 }
 
-/// Draws a map as a page, as SVG or as text, depending on the extension. The extension must have been checked.
+/// Draws a memory map as a page, as SVG or as text, depending on the extension of `path`. The caller must have checked
+/// the extension.
 fn draw(path: &Path, map: &MemoryMap<'_>) -> anyhow::Result<()> {
     let drawn = match path.extension().and_then(|extension| extension.to_str()) {
         Some("svg") => map.svg(&SvgOptions::default()),
@@ -104,7 +105,7 @@ fn draw(path: &Path, map: &MemoryMap<'_>) -> anyhow::Result<()> {
     std::fs::write(path, drawn).with_context(|| format!("cannot draw {}", path.display()))
 }
 
-/// Returns the path of a rank's file. If there are several ranks, the rank's number is put before the extension.
+/// Returns the path of a rank's file. If there are several ranks, this path has the rank's number before the extension.
 fn of_rank(path: &Path, rank: usize, ranks: usize) -> PathBuf {
     let extension = path.extension().unwrap_or_default().to_string_lossy();
     if ranks == 1 { path.to_owned() } else { path.with_extension(format!("{rank}.{extension}")) }

@@ -1,4 +1,5 @@
-//! `gapless plan RUN.toml`: the memory of a run by layer and role, its time, and the cost of smaller budgets.
+//! `gapless plan RUN.toml`: shows the memory of a run by layer and role, the time of its step, and the time under
+//! smaller budgets.
 
 use std::io::{self, Write};
 use std::path::PathBuf;
@@ -37,10 +38,10 @@ pub struct Planned {
     /// The pipeline rank.
     rank: usize,
     buffers: usize,
-    /// Arena size: the plan and the reserve.
+    /// Arena size in bytes, which is the height of the plan plus the reserve.
     pub arena_bytes: u64,
     lower_bound_bytes: u64,
-    /// Plan height divided by lower bound.
+    /// Height of the plan divided by its lower bound.
     gap: f64,
     plan_hash: String,
     /// Bytes of the arena above the plan: the reserve for routed rows.
@@ -48,14 +49,14 @@ pub struct Planned {
     /// Time for compiling and planning in milliseconds, including the search for the recomputation if there is a
     /// budget.
     plan_ms: f64,
-    /// Estimated time of the rank's operations.
+    /// Estimated time of the rank's operations in milliseconds.
     pub step_ms: f64,
     /// Recomputation time divided by the time of everything else.
     pub overhead: f64,
     /// FLOPs of recomputation divided by all other FLOPs.
     pub extra_flops: f64,
     layers: Vec<RecomputedLayer>,
-    /// Number of operations that each micro-batch recomputes.
+    /// For each micro-batch, the number of operations that it recomputes.
     again: Vec<usize>,
     /// Size of the file for offloaded activations.
     host_bytes: u64,
@@ -70,7 +71,7 @@ pub struct Planned {
     roofline: Option<gapless::step::Roofline>,
 }
 
-/// The arena of a rank for the training step, the evaluation and the generation.
+/// The size of a rank's arena for the training step, the evaluation and the generation together.
 #[derive(Debug, Clone, Serialize)]
 struct RankMemory {
     arena_bytes: u64,
@@ -194,7 +195,8 @@ fn write(arguments: &super::Arguments, step: &Step, rank: usize, executable: &Ex
     }
 }
 
-/// Explains why even the smallest step that was found does not fit.
+/// Explains why the step does not fit the budget, even with the smallest arena that was found, which has `smallest`
+/// bytes.
 fn tell_why(step: &Step, rank: usize, budget: u64, smallest: u64) -> anyhow::Result<Fit> {
     let (planned, executable) = plan_rank(&step.within(Some(smallest)), rank)?;
     if planned.reserve_bytes > 0 {

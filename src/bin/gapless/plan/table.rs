@@ -78,7 +78,7 @@ pub fn place_table(arguments: &Arguments, table: &Table, name: &str) -> anyhow::
     Ok(verdict.fit)
 }
 
-/// Offsets that are kept if that does not raise the height.
+/// Returns the offsets of the table that are kept if this does not raise the height of the plan.
 fn preferred(table: &Table, offsets: Offsets) -> Option<Vec<Option<u64>>> {
     let kept = table.offsets.as_ref().filter(|_| offsets == Offsets::Keep);
     match (kept, &table.hints) {
@@ -87,7 +87,7 @@ fn preferred(table: &Table, offsets: Offsets) -> Option<Vec<Option<u64>>> {
     }
 }
 
-/// Prints how pins and gaps of the table affect its plan.
+/// Prints how the table's fixed offsets (pins) and gaps affect its plan.
 fn tell_what_it_means(table: &Table, problem: &Problem) {
     let pins = problem.buffers().iter().filter(|b| b.offset.is_some()).count();
     if pins > 0 {
@@ -101,13 +101,13 @@ fn tell_what_it_means(table: &Table, problem: &Problem) {
     }
 }
 
-/// The result for the table as given. The planner ignores gaps, so if the table has gaps, claims that gaps could
-/// invalidate are replaced by weaker ones.
+/// The result for the table as given. The planner ignores gaps. So if the table has gaps, statements that gaps could
+/// make false are replaced by weaker statements.
 struct Verdict {
     lower_bound: u64,
     proof: &'static str,
     fit: Fit,
-    /// Height divided by lower bound.
+    /// Height of the plan divided by its lower bound.
     gap: f64,
     stop_reason: StopReason,
 }
@@ -135,7 +135,7 @@ impl Verdict {
     }
 }
 
-/// Returns the label of a buffer, which only has the buffer's id, since a table has no other names.
+/// Returns the label of a buffer. It has only the buffer's id, because a table has no other names.
 fn label(id: &str) -> Label {
     Label { tensor: id.to_owned(), op: String::new(), layer: String::new(), role: Role::Activation }
 }
@@ -170,7 +170,7 @@ fn report(arguments: &Arguments, solution: &Solution, verdict: &Verdict, plan_ms
     })
 }
 
-/// Returns the reason for which planning stopped, as a word for JSON and as a phrase for people.
+/// Returns the reason why planning stopped, as a word for JSON and as a phrase for people.
 fn stopped(reason: StopReason) -> (&'static str, &'static str) {
     match reason {
         StopReason::Proven => ("proven", "stopped when proven optimal"),
