@@ -331,6 +331,6 @@ mod tests {
     fn kernels_of_another_device_are_refused() {
         let keys = format!("model = \"small\"\ndevice = \"cuda\"\nestimate.profile = \"{NAME}\"");
         let error = Step::new(&RunConfig::parse(&keys, &[]).unwrap()).unwrap_err();
-        assert!(error.to_string().contains("this machine"), "{error}");
+        assert!(error.to_string().contains("this-machine"), "{error}");
     }
 }

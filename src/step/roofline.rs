@@ -197,7 +197,7 @@ mod tests {
             "{} launches, at first {launches}; {} bytes besides products and attention, at first {bytes}; {:.2} ms",
             roofline.launches, roofline.other_bytes, roofline.milliseconds
         );
-        assert!(roofline.launches <= 321, "{roofline}");
+        assert!(roofline.launches <= 323, "{roofline}");
         assert!(roofline.other_bytes < bytes / 100 * 65, "{roofline}");
         assert!(roofline.milliseconds <= 32.0, "{roofline}");
     }
