@@ -1,8 +1,8 @@
 //! Automatic differentiation: gradients as further nodes of the graph.
 //!
 //! In: a graph and its loss. Out: the same graph, followed by nodes that compute the gradient of every trained
-//! parameter that the loss depends on. Gradients that only frozen parameters would need are not computed. Never: an
-//! order of execution across micro-batches, or memory.
+//! parameter that the loss depends on. Gradients that only frozen parameters would need are not computed. Never: a
+//! decision on the order of execution across micro-batches, or on memory.
 //!
 //! Each node is marked as part of the input gradients (I), which earlier layers wait for, or of the weight gradients
 //! (W), which only the update reads. Zero-bubble schedules rely on that split (Qi et al., arXiv 2401.10241).
@@ -24,9 +24,9 @@ use crate::tensor::Tensor;
 pub struct ParameterGradient {
     /// The parameter to which the gradient belongs.
     pub parameter: ValueId,
-    /// Summands of the gradient, one per use of the parameter, each contiguous. Each summand is accumulated over the
-    /// micro-batches separately. The accumulated summands are then added once per step, so that the order of summation
-    /// does not depend on the number of micro-batches.
+    /// Summands of the gradient, one per use of the parameter, each contiguous. Each summand is accumulated separately
+    /// over the micro-batches. Once per step, the accumulated summands are added up. So the order of summation does not
+    /// depend on the number of micro-batches.
     pub summands: Vec<ValueId>,
 }
 
@@ -67,8 +67,8 @@ struct Pass {
     graph: Arc<Mutex<Graph>>,
     /// True for forward values that depend on a trained parameter.
     depends: Vec<bool>,
-    /// True for forward values that are views of a trained parameter. The gradient of such a value only becomes part of
-    /// the parameter's gradient.
+    /// True for forward values that are views of a trained parameter. The gradient of such a value is used for the
+    /// parameter's gradient and for nothing else.
     is_weight: Vec<bool>,
     forward_nodes: Vec<NodeId>,
 }
@@ -122,8 +122,8 @@ impl Pass {
         Ok(gradients)
     }
 
-    /// Passes on each gradient of a view of a weight separately, without adding them up. The uses of the view may be in
-    /// different stages, and each stage accumulates its own gradient.
+    /// Propagates the pending gradients of a view of a weight one by one, without adding them up first. The uses of the
+    /// view may be in different stages, and each stage accumulates the gradient of its own uses.
     fn propagate_each(&self, id: NodeId, pending: &mut HashMap<ValueId, Vec<Tensor>>) -> Result<()> {
         let node = lock(&self.graph).node(id).clone();
         for part in pending.remove(&node.outputs[0]).unwrap_or_default() {
@@ -148,8 +148,8 @@ impl Pass {
         let graph = self.graph.clone();
         let mut gradient = Gradient { graph, node: id, inputs, outputs, grads, wants, accumulated: Vec::new() };
         node.op.gradient(&mut gradient)?;
-        // An operation that computes all its gradients together may also send gradients of inputs that need none; these
-        // are dropped.
+        // An operation that computes all gradients together may also record gradients of inputs that need none. Such
+        // gradients are dropped.
         for (input, grad) in gradient.accumulated.into_iter().filter(|(input, _)| gradient.wants[*input]) {
             pending.entry(node.inputs[input]).or_default().push(grad);
         }
@@ -166,8 +166,8 @@ impl Pass {
         let mut gradients = Vec::new();
         let mut read: HashSet<ValueId> =
             lock(&self.graph).nodes().iter().flat_map(|node| &node.inputs).copied().collect();
-        // In the order of the parameters: this loop records nodes, and the same model must always give the same
-        // program.
+        // Iterates over the parameters in a fixed order, because this loop records nodes, and the same model must
+        // always give the same program.
         for (parameter, parts) in BTreeMap::from_iter(pending) {
             if !matches!(lock(&self.graph).value(parameter).source, Source::Persistent { .. }) {
                 continue;
@@ -176,8 +176,8 @@ impl Pass {
             let mut summands = Vec::new();
             for part in parts {
                 part.set_phase(Phase::BackwardWeight);
-                // A constant is stored once. As a gradient, the constant must count once per micro-batch. So it is
-                // copied by a node, which runs once per micro-batch.
+                // A constant is stored once per program, but a gradient must be accumulated once per micro-batch. So a
+                // node, which runs in every micro-batch, copies the constant.
                 let root = lock(&self.graph).value(part.id()).root;
                 let made = matches!(lock(&self.graph).value(root).source, Source::Node { .. });
                 let place = lock(&self.graph).place_of(part.id()).unwrap_or_default();
@@ -189,8 +189,8 @@ impl Pass {
                 let is_so = made_in == dtype
                     || !read.contains(&dense.id()) && lock(&self.graph).change_output_dtype(dense.id(), dtype)?;
                 let summand = if is_so { dense.id() } else { self.cast(dense, dtype)?.id() };
-                // If another parameter has the same gradient (two summands of one sum), `change_output_dtype` must not change the
-                // type of this value any more.
+                // Another parameter may have the same value as its gradient, if both parameters are summands of one
+                // sum. From now on, `change_output_dtype` must not change the type of this value.
                 read.insert(summand);
                 summands.push(summand);
             }
@@ -200,8 +200,8 @@ impl Pass {
     }
 
     /// Casts a gradient to another type. If the last operations of the gradient only rearrange elements, the cast is
-    /// placed before them. [`Self::defer_movement`] later moves these operations after the sum over micro-batches, so that
-    /// the cast is adjacent to the sum.
+    /// placed before these operations. [`Self::defer_movement`] later moves these operations to after the sum over
+    /// micro-batches. The cast is then adjacent to the sum.
     fn cast(&self, part: Tensor, dtype: DType) -> Result<Tensor> {
         let (mut value, mut moves) = (part.id(), Vec::new());
         {
@@ -259,8 +259,8 @@ impl Pass {
         let mut parts = parts.into_iter();
         let first = parts.next().expect("a gradient that is pending has a part");
         let total = parts.try_fold(first, |sum, part| {
-            // The sum of two gradients is computed in the earlier of their stages. So gradients of uses in one later
-            // stage are added in that stage, which sends only the sum.
+            // The sum of two gradients is computed in the earlier of their stages. So the gradients of several uses in
+            // one later stage are added in that stage, which then sends only their sum.
             let mut g = lock(&self.graph);
             let places = [&sum, &part].map(|t| g.place_of(t.id()).unwrap_or(here));
             let [first, second] = places;
@@ -304,7 +304,7 @@ impl Pass {
         Ok(Some(Tensor::apply_op::<1>(Cat { dim }, &tensors)?[0].clone()))
     }
 
-    /// Marks every backward node that the gradient of an activation depends on as I, and all other backward nodes as W.
+    /// Marks the backward nodes on which the gradient of an activation depends as I, and all other backward nodes as W.
     fn mark_phases(&self, input_gradients: &[ValueId]) {
         let mut g = lock(&self.graph);
         let mut wanted = vec![false; g.values().len()];

@@ -39,7 +39,8 @@ pub enum Error {
 }
 
 impl Error {
-    /// Creates the error for a refused setting. `what` is its name, `why` the reason, and `remedy` tells what to do.
+    /// Creates the error for a refused setting. `what` is the name of the setting, `why` is the reason for the refusal,
+    /// and `remedy` tells what to do.
     pub fn config(what: &'static str, why: impl Into<String>, remedy: &'static str) -> Self {
         Self::Config { what, why: why.into(), remedy }
     }

@@ -43,9 +43,8 @@ impl Gradient {
         self.grads[index].clone().unwrap_or_else(|| output.constant(0.0, output.shape().clone()))
     }
 
-    /// Returns the gradient with respect to an output as one number, if every element of that gradient is known to be
-    /// this number. This is common, because most losses are means. `None` if the gradient is known only when the
-    /// program runs.
+    /// Returns the value of all elements of the gradient with respect to an output, if they are known to be equal. This
+    /// is common, because most losses are means. Returns `None` if the elements are known only when the program runs.
     pub fn constant(&self, index: usize) -> Option<f64> {
         match &self.grads[index] {
             Some(grad) => lock(&self.graph).number(grad.id()),
@@ -56,10 +55,10 @@ impl Gradient {
     /// Replaces the forward operation by `op`, which also computes gradients during the forward. Returns the `NEW`
     /// additional outputs of `op`.
     ///
-    /// This is for operations whose output gradient is a known constant ([`Self::constant`]), and whose forward holds
-    /// data that the backward would otherwise recompute. `op` takes the same inputs as the forward operation, and its
-    /// first outputs are the existing ones. If an additional output is the gradient of a weight, `op` should be able to
-    /// accumulate into that output ([`Op::accumulates`]).
+    /// Use this if the gradient of the output is a known constant ([`Self::constant`]), and if the forward computes
+    /// data that the backward would otherwise have to recompute. `op` takes the same inputs as the forward operation.
+    /// The first outputs of `op` are those of the forward operation. If an additional output is the gradient of a
+    /// weight, `op` should be able to accumulate into that output ([`Op::accumulates`]).
     ///
     /// # Errors
     /// Returns [`Error::Shape`] if the shape rule of `op` rejects the inputs or changes the existing outputs, or if
@@ -82,7 +81,8 @@ impl Gradient {
         }
     }
 
-    /// True if the gradient with respect to an input is needed. Gradients of other inputs need not be sent.
+    /// True if the gradient with respect to an input is needed. For other inputs, [`Self::accumulate`] need not be
+    /// called.
     pub fn wants(&self, index: usize) -> bool {
         self.wants[index]
     }

@@ -1,4 +1,5 @@
-//! The CUDA launches of an operation: copies of inputs whose strides its kernels cannot read, then its own kernels.
+//! The CUDA launches of an operation. Inputs whose strides the operation's kernels cannot read are copied first; then
+//! the kernels run.
 
 use candle_core::{DType, Layout};
 use gapless_kernels::Spec;
@@ -7,8 +8,8 @@ use gapless_kernels::cuda::{Launch, Operand, Operands};
 
 use crate::op::Op;
 
-/// Returns the sizes in bytes of the pieces of scratch for a launch: first the operation's own pieces, then one per
-/// copied input.
+/// Returns the sizes in bytes of the pieces of scratch that the launches of an operation need: first the operation's
+/// own pieces, then one piece per copied input.
 pub fn workspace<'a>(op: &dyn Op, inputs: impl Iterator<Item = (&'a Layout, DType)>, outputs: &[Spec]) -> Vec<u64> {
     let (mut specs, mut copies) = (Vec::new(), Vec::new());
     for (index, (layout, dtype)) in inputs.enumerate() {

@@ -18,24 +18,26 @@ use crate::error::{Error, Result};
 use crate::reference::{Array, Reference};
 
 /// The way an operation treats dynamic rows, whose number is known only while the step runs. The first extent of a
-/// tensor with dynamic rows is the maximum number of rows. The slices that a kernel gets have the actual number.
+/// tensor with dynamic rows is the maximum number of rows. The slices that are passed to a kernel have the actual
+/// number of rows.
 ///
-/// On a GPU, the address of such a tensor is read from a slot in memory. Generated kernels (`Op::cuda_fusible`) do
-/// this. Launches of other kernels are refused, unless the kernel's family [reads
+/// On a GPU, the address of such a tensor is read from a slot in memory. Generated kernels ([`Op::cuda_fusible`]) read
+/// addresses from slots. Any other kernel may only be launched on dynamic rows if its family [reads
 /// slots](gapless_kernels::cuda::Family::reads_slots).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RowUse {
-    /// The operation uses the shapes alone, so its operands cannot have dynamic rows.
+    /// The operation computes on all rows that the shapes give, so none of its operands can have dynamic rows.
     Unaware,
     /// The operation reads the actual rows of dynamic inputs. Its outputs have fixed shapes.
     FixedOutputs,
     /// Outputs with the shape of a dynamic input have as many rows as that input.
     InheritsRows,
-    /// The outputs have dynamic rows. Input `starts` holds row offsets, the last of which is the number of rows.
+    /// The outputs have dynamic rows. The input with index `offsets` holds row offsets, the last of which is the number
+    /// of rows.
     DynamicOutputs {
         /// Index of the input with the row offsets.
         offsets: usize,
-        /// Number of rows if all ranks have the same number.
+        /// Number of rows under balanced routing, with which every rank receives as many rows as it sends.
         balanced: usize,
     },
 }
@@ -48,7 +50,8 @@ pub trait Op: Any + fmt::Debug + Send + Sync {
     /// Shape rule: returns the shapes and types of the outputs for these inputs.
     ///
     /// # Errors
-    /// Returns what is wrong with the inputs, as text; the builder adds the operation, the layer and the shapes.
+    /// Returns the reason why the inputs are invalid, as text. The builder adds the operation, the layer and the shapes
+    /// to this text.
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String>;
 
     /// Returns how the operation treats dynamic rows.
@@ -57,13 +60,13 @@ pub trait Op: Any + fmt::Debug + Send + Sync {
     }
 
     /// Returns the layout of the output in the storage of input 0 if the operation is a view, which moves no data.
-    /// `None` for any other operation.
+    /// Returns `None` for any other operation.
     fn view(&self, _input: &Layout) -> Option<Layout> {
         None
     }
 
-    /// True if the kernel can read input `index` in this layout. If not, the builder inserts a contiguous copy before
-    /// the operation.
+    /// True if the CPU kernel can read input `index` in this layout. If false, the builder inserts a contiguous copy
+    /// before the operation.
     fn reads_strides(&self, _index: usize, _layout: &Layout) -> bool {
         false
     }
@@ -99,49 +102,52 @@ pub trait Op: Any + fmt::Debug + Send + Sync {
         inputs.iter().chain(outputs).map(Spec::bytes).sum()
     }
 
-    /// Pairs (input, output) for which the output may be stored in the input's bytes.
+    /// Returns the pairs (input, output) for which the output may be stored in the bytes of the input.
     fn inplace(&self) -> &[(usize, usize)] {
         &[]
     }
 
-    /// Pairs (input, output) for which the output is the input itself, updated in place, such as optimizer states.
+    /// Returns the pairs (input, output) for which the output is the input itself, updated in place. Optimizer states
+    /// are an example.
     fn mutates(&self) -> &[(usize, usize)] {
         &[]
     }
 
-    /// True if the kernel can add to output `index` instead of overwriting it when [`Args::accumulate`] says so. One
-    /// call per micro-batch, in order, must then give the same bits as one call for the whole batch.
+    /// True if the kernel can add to output `index` instead of overwriting it when [`Args::accumulate`] says so. If
+    /// true, one call per micro-batch, in the order of the micro-batches, must give the same bits as one call for the
+    /// whole batch.
     fn accumulates(&self, _index: usize) -> bool {
         false
     }
 
     /// Returns the same operation with output `index` in another float type, or `None` if the operation cannot produce
-    /// that type. With this, sums over micro-batches add values before they are rounded.
+    /// that type. This allows a sum over micro-batches to be computed from values that have not been rounded to a
+    /// smaller type.
     fn with_output_dtype(&self, _index: usize, _dtype: DType) -> Option<Arc<dyn Op>> {
         None
     }
 
     /// Returns the sizes in bytes of the pieces of scratch that one call with `threads` threads needs. Prefer several
-    /// small pieces to a large one: they need not be adjacent, so they are easier to place. [`Args::workspace`] returns
-    /// the pieces in this order.
+    /// small pieces to a large one: pieces need not be adjacent, so small ones are easier to place. [`Args::workspace`]
+    /// returns the pieces in this order.
     fn workspace(&self, _inputs: &[Spec], _outputs: &[Spec], _threads: usize) -> Vec<u64> {
         Vec::new()
     }
 
-    /// True if [`Op::run`] reads and writes bf16 operands directly. If not, the executor passes f32 copies of bf16
-    /// inputs, and rounds the f32 outputs afterwards. A kernel for f32 thus supports bf16 too, at the price of some
-    /// scratch.
+    /// True if [`Op::run`] reads and writes bf16 operands directly. If false, the executor passes f32 copies of bf16
+    /// inputs, and rounds the f32 outputs afterwards. So a kernel for f32 also supports bf16, but needs more scratch.
     fn runs_in_bf16(&self) -> bool {
         false
     }
 
-    /// True if the kernel reads input `index` in bf16 directly, which it may do even if [`Op::runs_in_bf16`] is false.
-    /// No output may overwrite that input. The executor still rounds f32 outputs.
+    /// True if [`Op::run`] reads input `index` in bf16 directly although [`Op::runs_in_bf16`] is false. The executor
+    /// then passes this input without converting it, and still rounds f32 outputs. No output may overwrite such an
+    /// input.
     fn reads_bf16(&self, _index: usize) -> bool {
         self.runs_in_bf16()
     }
 
-    /// True if the kernel may round intermediate results to bf16 before multiplying them, when its inputs are bf16.
+    /// True if the kernel, given bf16 inputs, may round intermediate results to bf16 before it multiplies them.
     fn rounds_intermediates(&self) -> bool {
         false
     }
@@ -149,8 +155,9 @@ pub trait Op: Any + fmt::Debug + Send + Sync {
     /// The CPU kernel. It is not called for views.
     fn run(&self, args: &mut Args<'_>);
 
-    /// True if the CUDA kernels can read input `index` in this layout, which [`Op::run`] can read. If not, the input is
-    /// copied to contiguous memory before the kernels are launched.
+    /// True if the CUDA kernels can read input `index` in this layout. Only called for layouts that
+    /// [`Op::reads_strides`] accepts. If false, the input is copied to contiguous memory before the kernels are
+    /// launched.
     fn cuda_reads_strides(&self, _index: usize, _layout: &Layout) -> bool {
         true
     }
@@ -161,7 +168,7 @@ pub trait Op: Any + fmt::Debug + Send + Sync {
     }
 
     /// Bytes that the operation's GPU kernels move in addition to its operands and the matrices of products: scratch
-    /// that passes data between kernels, and data that a kernel reads again.
+    /// that passes data between kernels, and data that a kernel reads more than once.
     fn cuda_bytes_again(&self, _inputs: &[Spec], _outputs: &[Spec]) -> u64 {
         0
     }
@@ -172,9 +179,9 @@ pub trait Op: Any + fmt::Debug + Send + Sync {
         None
     }
 
-    /// Returns the operation's CUDA launches, in order, or `None` if there are no CUDA kernels for it. By default,
-    /// element-wise operations ([`Fusible::Each`](gapless_kernels::cuda::Fusible::Each)) get a generated kernel. Not
-    /// called for views.
+    /// Returns the operation's CUDA launches, in order, or `None` if there are no CUDA kernels for it. The default is a
+    /// generated kernel for element-wise operations ([`Fusible::Each`](gapless_kernels::cuda::Fusible::Each)), and
+    /// `None` for all others. Not called for views.
     fn cuda(&self, operands: &gapless_kernels::cuda::Operands<'_>) -> Option<Vec<gapless_kernels::cuda::Launch>> {
         gapless_kernels::cuda::generate::each(self.name(), self.cuda_fusible()?, operands)
     }

@@ -76,7 +76,7 @@ pub fn layout_indices(layout: &Layout) -> impl Iterator<Item = usize> + '_ {
 pub struct Reference<'a> {
     /// The inputs, in order.
     pub inputs: Vec<&'a Array>,
-    /// The generator of the random numbers of this step and micro-batch.
+    /// The generator of random numbers for this step and micro-batch.
     pub stream: Stream,
 }
 
@@ -91,7 +91,7 @@ impl<'a> Reference<'a> {
         self.inputs.len()
     }
 
-    /// Returns the generator of the random numbers of this step and micro-batch.
+    /// Returns the generator of random numbers for this step and micro-batch.
     pub fn random(&self) -> Stream {
         self.stream
     }
@@ -106,8 +106,12 @@ pub fn evaluate(graph: &Graph, given: &HashMap<String, Array>, stream: Stream) -
     evaluate_with(graph, given, stream, |_, _, x| x)
 }
 
-/// Like [`evaluate`], but passes every element through `read` each time the element is read. The arguments of `read`
-/// are the index of the reading node, or `None` for the caller's result; the value; and the element.
+/// Like [`evaluate`], but replaces every element that is read by the result of `read`, which is called with three
+/// arguments:
+///
+/// - the index of the node that reads the element, or `None` if the element is part of the returned arrays;
+/// - the value to which the element belongs;
+/// - the element.
 pub fn evaluate_with(
     graph: &Graph,
     given: &HashMap<String, Array>,

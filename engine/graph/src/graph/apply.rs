@@ -1,8 +1,8 @@
 //! Creation of nodes: applies an operation to values and adds its outputs to the graph.
 //!
 //! In: an operation and its inputs. Out: a node at the end of the graph, preceded by a contiguous copy of each input
-//! whose strides the operation cannot read. Existing nodes can also be changed to have more outputs, or an output of
-//! another type. Never: an output that differs from what the operation declares.
+//! whose strides the operation cannot read. An existing node can also be given additional outputs, or another type for
+//! an output. Never: an output that differs from what the operation declares.
 
 use std::sync::Arc;
 
@@ -53,7 +53,7 @@ impl Graph {
         Ok(outputs)
     }
 
-    /// Returns the row count of an output; `None` if its number of rows is fixed.
+    /// Returns the row count of an output, or `None` if the output has a fixed number of rows.
     fn rows_of(&self, op: &dyn Op, inputs: &[ValueId], output: ValueId) -> Option<RowCount> {
         let dims = self.value(output).spec.dims();
         match op.rows() {
@@ -72,7 +72,8 @@ impl Graph {
     /// Runs the shape rule of `op`, and checks everything else that `op` declares about the operands.
     fn infer(&self, op: &dyn Op, inputs: &[ValueId]) -> Result<Vec<Spec>> {
         let specs = self.specs(inputs);
-        // A broadcast value occupies few bytes, however large its shape is. A copy of it would occupy all of them.
+        // A broadcast value may have a large shape although it occupies few bytes. A contiguous copy of it would occupy
+        // the bytes of the whole shape.
         if specs.iter().any(|spec| spec.checked_bytes().is_none()) {
             return Err(self.refused(op, inputs, "an input has more than 2^63 bytes"));
         }
@@ -118,8 +119,8 @@ impl Graph {
         Ok(new)
     }
 
-    /// Changes the float type in which a node produces a value. The value must not have a reader yet. Returns false,
-    /// without a change, if the operation cannot produce that type.
+    /// Changes the float type in which a node produces a value. The value must not have a reader yet. If the operation
+    /// cannot produce the type, returns false and changes nothing.
     ///
     /// # Errors
     /// Returns [`Error::Shape`] if the changed operation would also change anything else.

@@ -1,7 +1,7 @@
-//! Checks of what an operation declares about its operands.
+//! Checks of an operation's declarations, such as in-place pairs and layouts of views.
 //!
-//! In: what an [`Op`], possibly a user's own, declares about its operands. Out: if the declaration is not valid, the
-//! reason as text. Never: a change to a node; a valid declaration is recorded as it is.
+//! In: the declarations of an [`Op`], possibly a user's own, about its operands. Out: the reason as text if a
+//! declaration is invalid. Never: a change to a declaration or a node.
 
 use candle_core::{DType, Layout};
 use gapless_kernels::Spec;

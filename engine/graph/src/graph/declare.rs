@@ -1,4 +1,4 @@
-//! Values that no node produces: parameters and optimizer states, inputs, caches, constants.
+//! Values that no node produces: parameters, optimizer states, inputs, caches, and constants.
 //!
 //! In: a name, a shape and a type. Out: a new value, or the existing value of that name. Never: two values with one
 //! name.
@@ -32,7 +32,8 @@ impl Graph {
         Ok(id)
     }
 
-    /// Declares this rank's share of a tensor `whole` whose rows are divided evenly over `ranks` ranks.
+    /// Declares this rank's share of the tensor `whole`, whose first dimension is divided into equal shares for `ranks`
+    /// ranks. `rank` is the index of this rank's share.
     ///
     /// # Errors
     /// Returns the errors of [`Self::add_persistent`].
@@ -48,8 +49,8 @@ impl Graph {
         Ok(id)
     }
 
-    /// Makes a range of a parameter's initial values, from element `skip` on, the initial values of a persistent
-    /// tensor. The types of the tensor and the parameter may differ.
+    /// Initializes the persistent tensor `id` with a range of the initial values of `parameter`. The range begins at
+    /// the parameter's element `skip`. The two tensors may have different types.
     pub fn initialize_from(&mut self, id: ValueId, parameter: ValueId, skip: usize) {
         let Source::Persistent { fill, .. } = &self.value(parameter).source else { return };
         let like = Initializer { first: fill.first + skip, ..fill.clone() };
@@ -58,7 +59,8 @@ impl Graph {
         }
     }
 
-    /// Returns the shape of the whole tensor if `id` is this expert rank's share of one. `None` for any other tensor.
+    /// If `id` is this expert rank's share of a tensor, returns the shape of the whole tensor. Returns `None` for any
+    /// other value.
     pub fn shared(&self, id: ValueId) -> Option<&Shape> {
         self.shares.get(&id)
     }
@@ -78,7 +80,7 @@ impl Graph {
         Ok(id)
     }
 
-    /// Declares a cache of past tokens, named after the current layer.
+    /// Declares a cache of past tokens. Its name is the current layer's, followed by `what`.
     ///
     /// # Errors
     /// Returns [`Error::Shape`] if an extent is 0 or the tensor is too large.
@@ -90,7 +92,7 @@ impl Graph {
         Ok(id)
     }
 
-    /// Adds a tensor whose elements all have the same value. It is stored as one element, broadcast to the shape.
+    /// Adds a tensor whose elements all equal `number`. It is stored as one element that is broadcast to the shape.
     ///
     /// # Errors
     /// Returns [`Error::Shape`] if an extent is 0 or the tensor would be too large.
@@ -114,7 +116,7 @@ impl Graph {
         self.push_view(stored, spec, layout)
     }
 
-    /// Adds a tensor whose elements the model's source gives. Equal tensors are stored once.
+    /// Adds a tensor with the given elements. Equal tensors are stored once.
     pub fn add_data(&mut self, elements: Vec<f64>, spec: Spec) -> ValueId {
         let mut hasher = blake3::Hasher::new();
         hasher.update(format!("{:?}", (spec.dtype, spec.dims())).as_bytes());

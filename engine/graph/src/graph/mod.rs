@@ -5,7 +5,7 @@
 //!
 //! View operations (`reshape`, `transpose`, `narrow`, `broadcast_as`) move no data. Their value shares the storage of
 //! another value, its *root*, under a layout. If a node's operation cannot read the strides of an input, a `contiguous`
-//! copy is inserted before it, so that all later stages can rely on what an operation declares.
+//! copy is inserted before it, so that everything after this crate can rely on [`Op::reads_strides`].
 
 mod apply;
 mod check;
@@ -36,8 +36,8 @@ pub enum Sequences {
     #[default]
     Whole,
     /// Each sequence continues a text. Earlier runs have left the keys and values of the text's past tokens in caches
-    /// ([`Source::Cache`]). Attention appends the keys and values of the new tokens to the caches, and reads past and
-    /// new ones.
+    /// ([`Source::Cache`]). Attention appends the keys and values of the new tokens to the caches, and reads those of
+    /// all tokens from there.
     Continued {
         /// The position of each token in its text: u32 [batch, tokens]. The positions in a sequence are consecutive.
         positions: ValueId,
@@ -75,7 +75,7 @@ pub enum LossPart {
 pub struct ReportedLoss {
     /// The part of the loss.
     pub part: LossPart,
-    /// The value that stands for this summand: a loss contains the summand if the loss depends on this value.
+    /// A loss contains this summand if the loss depends on this value.
     pub depends_on: ValueId,
     /// The scalar that is reported for a micro-batch.
     pub scalar: ValueId,
@@ -93,7 +93,7 @@ pub struct Graph {
     phase: Option<Phase>,
     place: Place,
     random_places: u64,
-    /// The shape of the whole tensor, for each tensor that is divided into shares of the expert ranks.
+    /// For each tensor of which every expert rank holds a share, the shape of the whole tensor.
     shares: HashMap<ValueId, Shape>,
     /// Update rules of parameters that are not updated by the optimizer.
     rules: HashMap<ValueId, Arc<dyn Optimizer>>,
@@ -107,8 +107,8 @@ pub struct Graph {
     loss_terms: LossTerms,
 }
 
-/// Locks the graph. A panic in another thread can only leave a graph that lacks nodes and is still consistent, so a
-/// poisoned lock is used as it is.
+/// Locks the graph. A poisoned lock is ignored: after a panic in another thread, the graph may lack nodes, but it is
+/// consistent.
 pub fn lock(graph: &Mutex<Graph>) -> MutexGuard<'_, Graph> {
     graph.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -182,7 +182,7 @@ impl Graph {
         self.sequences
     }
 
-    /// Returns the number that every element of a value equals. `None` if the elements are not a known constant.
+    /// Returns the number that all elements of a value equal. Returns `None` if the value is not such a constant.
     pub fn number(&self, id: ValueId) -> Option<f64> {
         match self.value(self.value(id).root).source {
             Source::Constant(number) => Some(number),
@@ -201,19 +201,20 @@ impl Graph {
         }
     }
 
-    /// Returns a new key for an operation that draws random numbers. The key is the operation's number among such
-    /// operations of the model, so it does not depend on shapes.
+    /// Returns a new key for an operation that draws random numbers. Keys count these operations in the order in which
+    /// they are recorded, so a key does not depend on shapes.
     pub fn next_random(&mut self) -> u64 {
         self.random_places += 1;
         self.random_places
     }
 
-    /// Sets a rule that updates a parameter instead of the optimizer.
+    /// Makes `rule` update a parameter. The optimizer of the training step then leaves this parameter alone.
     pub fn set_optimizer(&mut self, parameter: ValueId, rule: Arc<dyn Optimizer>) {
         self.rules.insert(parameter, rule);
     }
 
-    /// Returns the rule that updates a parameter instead of the optimizer. `None` if the optimizer updates it.
+    /// Returns the parameter's own update rule ([`Self::set_optimizer`]), or `None` if the optimizer of the training
+    /// step updates the parameter.
     pub fn optimizer_of(&self, parameter: ValueId) -> Option<&Arc<dyn Optimizer>> {
         self.rules.get(&parameter)
     }
@@ -228,13 +229,15 @@ impl Graph {
         self.frozen.contains(&parameter)
     }
 
-    /// Reports a value under `name` in each step. If another value has that name, a number is appended to the name.
+    /// Reports a value under `name` in each step. If another value is already reported under this name, a number is
+    /// appended to `name`.
     pub fn watch(&mut self, name: &str, id: ValueId) {
         let free = self.free_name(name, |graph, wanted| graph.watched.iter().any(|(taken, _)| taken == wanted));
         self.watched.push((free, id));
     }
 
-    /// Returns `name`, or if it is taken, `name` with the lowest unused number appended.
+    /// Returns `name` if it is unused. Otherwise, returns `name` followed by the lowest number from 2 on that gives an
+    /// unused name.
     fn free_name(&self, name: &str, is_taken: impl Fn(&Self, &str) -> bool) -> String {
         let numbered = (2..).map(|number| format!("{name}.{number}"));
         let free = std::iter::once(name.to_owned()).chain(numbered).find(|wanted| !is_taken(self, wanted));
@@ -301,17 +304,17 @@ impl Graph {
         self.nodes[id.index()].place = place;
     }
 
-    /// Returns the place of the node that produces a value's bytes, or `None` if no node does.
+    /// Returns the place of the node that produces a value's bytes, or `None` if no node produces them.
     pub fn place_of(&self, id: ValueId) -> Option<Place> {
         self.producer(id).map(|node| node.place)
     }
 
-    /// Returns the node that produces a value's bytes, or `None` if no node does.
+    /// Returns the node that produces a value's bytes, or `None` if no node produces them.
     pub fn producer(&self, id: ValueId) -> Option<&Node> {
         self.producer_id(id).map(|node| self.node(node))
     }
 
-    /// Returns the id of the node that produces a value's bytes, or `None` if no node does.
+    /// Returns the id of the node that produces a value's bytes, or `None` if no node produces them.
     pub fn producer_id(&self, id: ValueId) -> Option<NodeId> {
         match self.value(self.value(id).root).source {
             Source::Node { node, .. } => Some(node),
@@ -324,7 +327,8 @@ impl Graph {
         self.nodes[id.index()].phase = phase;
     }
 
-    /// Checks that the values are not empty and not too large, and that the graph does not get too many values.
+    /// Checks that new values are neither empty nor too large, and that the graph has room for them within
+    /// [`MAX_VALUES`].
     fn check_sizes(&self, op: &str, specs: &[Spec]) -> Result<()> {
         if self.values.len() > MAX_VALUES {
             let why = format!("the step has more than {MAX_VALUES} tensors");

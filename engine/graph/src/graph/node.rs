@@ -36,7 +36,7 @@ pub enum Phase {
 pub enum Place {
     /// The rank that holds the stage.
     Stage(StageId),
-    /// Every rank runs the node for itself. Only in the update.
+    /// Every rank runs the node. Only nodes of the update have this place.
     Everywhere,
 }
 
@@ -64,8 +64,8 @@ pub struct Node {
 }
 
 impl Node {
-    /// The inputs that the node changes in place. Indices without an input are skipped: a user's operation may answer
-    /// differently than it did when the node was recorded.
+    /// Returns the inputs that the node changes in place. Indices for which there is no input are skipped: a user's
+    /// [`Op::mutates`] may return other indices than those that were checked when the node was recorded.
     pub fn mutated_inputs(&self) -> impl Iterator<Item = ValueId> {
         self.op.mutates().iter().filter_map(|&(input, _)| self.inputs.get(input).copied())
     }

@@ -8,8 +8,8 @@ use gapless_kernels::Spec;
 use super::NodeId;
 use crate::nn::Initializer;
 
-/// The types in which operations compute. All float operands of an operation have the same one of these types. Sums and
-/// statistics that need more precision than bf16 are always f32.
+/// The types in which operations compute. Each operation's float operands all have the same type, which is one of
+/// these. Sums and statistics that need more precision than bf16 are always f32.
 pub const FLOATS: [DType; 2] = [DType::F32, DType::BF16];
 
 /// Index of a value in its graph.
@@ -45,7 +45,7 @@ pub enum Source {
         /// Name under which the host writes it.
         name: String,
     },
-    /// A tensor in which one run of a program leaves data for the next: keys or values of past tokens. Its contents are
+    /// A tensor that keeps the keys or values of past tokens from one run of a program to the next. Its contents are
     /// undefined before the first run.
     Cache {
         /// Name under which the programs share it.
@@ -53,11 +53,11 @@ pub enum Source {
     },
     /// A constant. One element is stored and broadcast to the value's shape.
     Constant(f64),
-    /// Elements that the model's source gives, in row-major order.
+    /// A tensor whose elements are given when the model is recorded.
     Data {
         /// A name derived from the elements, so that equal data have equal names.
         name: String,
-        /// The elements.
+        /// The elements, in row-major order.
         elements: Arc<[f64]>,
     },
 }
@@ -82,6 +82,6 @@ pub struct Value {
 pub struct RowCount {
     /// The value whose last element is the number of rows.
     pub offsets: ValueId,
-    /// The number of rows if all ranks have the same number.
+    /// The number of rows under balanced routing; see [`RowUse::DynamicOutputs`](crate::RowUse::DynamicOutputs).
     pub balanced: usize,
 }

@@ -92,7 +92,7 @@ impl<const RANK: usize> Module for Conv<RANK> {
 /// Declares a layer with `weight` and `bias` under the builder's path.
 ///
 /// # Errors
-/// Returns an error if the names were used with other shapes.
+/// Returns an error if parameters of these names are already declared with other shapes.
 pub fn conv1d(inputs: usize, outputs: usize, size: usize, config: Conv1dConfig, vb: VarBuilder) -> Result<Conv1d> {
     Conv::make(inputs, outputs, size, config, true, &vb)
 }
@@ -100,7 +100,7 @@ pub fn conv1d(inputs: usize, outputs: usize, size: usize, config: Conv1dConfig, 
 /// Declares a layer with `weight` under the builder's path.
 ///
 /// # Errors
-/// Returns an error if the name was used with another shape.
+/// Returns an error if a parameter of this name is already declared with another shape.
 pub fn conv1d_no_bias(
     inputs: usize,
     outputs: usize,
@@ -114,7 +114,7 @@ pub fn conv1d_no_bias(
 /// Declares a layer with `weight` and `bias` under the builder's path.
 ///
 /// # Errors
-/// Returns an error if the names were used with other shapes.
+/// Returns an error if parameters of these names are already declared with other shapes.
 pub fn conv2d(inputs: usize, outputs: usize, size: usize, config: Conv2dConfig, vb: VarBuilder) -> Result<Conv2d> {
     Conv::make(inputs, outputs, size, config, true, &vb)
 }
@@ -122,7 +122,7 @@ pub fn conv2d(inputs: usize, outputs: usize, size: usize, config: Conv2dConfig, 
 /// Declares a layer with `weight` under the builder's path.
 ///
 /// # Errors
-/// Returns an error if the name was used with another shape.
+/// Returns an error if a parameter of this name is already declared with another shape.
 pub fn conv2d_no_bias(
     inputs: usize,
     outputs: usize,

@@ -42,7 +42,8 @@ impl Module for GroupNorm {
 /// Declares a group normalisation with `weight` and `bias` `[channels]` under the builder's path.
 ///
 /// # Errors
-/// Returns an error if the groups do not divide the channels, or if the names were used with other shapes.
+/// Returns an error if the groups do not divide the channels, or if parameters of these names are already declared with
+/// other shapes.
 pub fn group_norm(num_groups: usize, num_channels: usize, eps: f64, vb: VarBuilder) -> Result<GroupNorm> {
     let weight = vb.get_with_hints(num_channels, "weight", Init::Const(1.0))?;
     let bias = vb.get_with_hints(num_channels, "bias", Init::Const(0.0))?;

@@ -25,8 +25,8 @@ pub enum Init {
     },
 }
 
-/// The initial values of a persistent tensor. They are a range of the values of a source tensor: the tensor itself, or
-/// for example the whole tensor of which it is one rank's share.
+/// The initial values of a persistent tensor: a range of the initial values of a source tensor. The source tensor is
+/// usually the persistent tensor itself. For one rank's share of a tensor, the source is the whole tensor.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Initializer {
     /// Distribution of the source tensor's values.
@@ -35,7 +35,7 @@ pub struct Initializer {
     pub name: String,
     /// Index of the source tensor's element with which the range begins.
     pub first: usize,
-    /// Elements of the source tensor, if they are given instead of drawn.
+    /// Elements of the source tensor if they are given, or `None` if they are drawn from `init`.
     pub given: Option<Arc<[f64]>>,
 }
 

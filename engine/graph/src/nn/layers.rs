@@ -5,7 +5,7 @@ use super::{Init, Module, VarBuilder};
 use crate::error::Result;
 use crate::tensor::Tensor;
 
-/// x·Wᵀ + b, plus the contribution of an adapter if there is one.
+/// A linear layer: x·Wᵀ + b, plus the contribution of an adapter if the layer has one.
 #[derive(Debug, Clone)]
 pub struct Linear {
     weight: Tensor,
@@ -15,21 +15,22 @@ pub struct Linear {
 }
 
 impl Linear {
-    /// Creates a layer from its parameters: weight [out, in] and an optional bias `[out]`. It never has an adapter.
+    /// Creates a layer from its parameters: weight [out, in] and an optional bias `[out]`. The layer has no adapter.
     pub fn new(weight: Tensor, bias: Option<Tensor>, layer: &str) -> Self {
         Self { weight, bias, adapter: None, layer: layer.into() }
     }
 
-    /// Declares the parameters under the builder's path, and those of an adapter if the layer is a target of adapters.
+    /// Declares the layer's parameters under the builder's path. If adapters are configured for this layer, declares
+    /// those of an adapter too.
     fn declare((in_dim, out_dim): (usize, usize), bias: bool, init: Init, vb: &VarBuilder) -> Result<Self> {
         let weight = vb.get_with_hints((out_dim, in_dim), "weight", init)?;
         let bias = bias.then(|| vb.get_with_hints(out_dim, "bias", Init::Const(0.0))).transpose()?;
         Ok(Self { adapter: Adapter::of(in_dim, out_dim, vb)?, ..Self::new(weight, bias, vb.prefix()) })
     }
 
-    /// Returns one loss per target (u32, [..]), for a layer that is the head of a language model. The logits are this
-    /// layer's output for `xs` [.., in]. If the layer has no bias and no adapter, the logits are never stored as a
-    /// whole (see [`Tensor::linear_cross_entropy`]).
+    /// Returns the cross-entropy of each target (u32, [..]), for a layer that is the head of a language model. The
+    /// logits are the layer's output for `xs` [.., in]. If the layer has no bias and no adapter, the logits are never
+    /// stored as a whole (see [`Tensor::linear_cross_entropy`]).
     ///
     /// # Errors
     /// Returns an error if the shapes do not fit.
@@ -68,7 +69,7 @@ const WEIGHTS: Init = Init::Randn { mean: 0.0, stdev: 0.02 };
 /// Declares a layer with `weight` [out, in] and `bias` `[out]` under the builder's path.
 ///
 /// # Errors
-/// Returns an error if the names were used with other shapes.
+/// Returns an error if parameters of these names are already declared with other shapes.
 pub fn linear(in_dim: usize, out_dim: usize, vb: VarBuilder) -> Result<Linear> {
     linear_with_hints(in_dim, out_dim, WEIGHTS, vb)
 }
@@ -76,7 +77,7 @@ pub fn linear(in_dim: usize, out_dim: usize, vb: VarBuilder) -> Result<Linear> {
 /// Like [`linear`], with the initial values `weight` for the weight.
 ///
 /// # Errors
-/// Returns an error if the names were used with other shapes.
+/// Returns an error if parameters of these names are already declared with other shapes.
 pub fn linear_with_hints(in_dim: usize, out_dim: usize, weight: Init, vb: VarBuilder) -> Result<Linear> {
     Linear::declare((in_dim, out_dim), true, weight, &vb)
 }
@@ -84,7 +85,7 @@ pub fn linear_with_hints(in_dim: usize, out_dim: usize, weight: Init, vb: VarBui
 /// Declares a layer with `weight` [out, in] under the builder's path.
 ///
 /// # Errors
-/// Returns an error if the name was used with another shape.
+/// Returns an error if a parameter of this name is already declared with another shape.
 pub fn linear_no_bias(in_dim: usize, out_dim: usize, vb: VarBuilder) -> Result<Linear> {
     Linear::declare((in_dim, out_dim), false, WEIGHTS, &vb)
 }
@@ -92,7 +93,7 @@ pub fn linear_no_bias(in_dim: usize, out_dim: usize, vb: VarBuilder) -> Result<L
 /// Declares a layer like [`linear`] if `bias` is true, and like [`linear_no_bias`] if not.
 ///
 /// # Errors
-/// Returns an error if the names were used with other shapes.
+/// Returns an error if parameters of these names are already declared with other shapes.
 pub fn linear_b(in_dim: usize, out_dim: usize, bias: bool, vb: VarBuilder) -> Result<Linear> {
     if bias { linear(in_dim, out_dim, vb) } else { linear_no_bias(in_dim, out_dim, vb) }
 }
@@ -111,7 +112,7 @@ impl Embedding {
         Self { embeddings, padding: None, layer: String::new() }
     }
 
-    /// Sets an id whose row gets no gradient, like PyTorch's `padding_idx`.
+    /// Sets the id whose row gets no gradient, like PyTorch's `padding_idx`. `None` means that all rows get one.
     #[must_use]
     pub fn with_padding(self, padding: Option<u32>) -> Self {
         Self { padding, ..self }
@@ -133,7 +134,7 @@ impl Module for Embedding {
 /// Declares a table `weight` [vocabulary, width] under the builder's path.
 ///
 /// # Errors
-/// Returns an error if the name was used with another shape.
+/// Returns an error if a parameter of this name is already declared with another shape.
 pub fn embedding(vocabulary: usize, width: usize, vb: VarBuilder) -> Result<Embedding> {
     Ok(Embedding { embeddings: vb.get((vocabulary, width), "weight")?, padding: None, layer: vb.prefix().into() })
 }
@@ -164,7 +165,7 @@ impl Module for LayerNorm {
 /// Declares a layer normalisation with `weight` and `bias` `[width]` under the builder's path.
 ///
 /// # Errors
-/// Returns an error if the names were used with other shapes.
+/// Returns an error if parameters of these names are already declared with other shapes.
 pub fn layer_norm(width: usize, eps: f64, vb: VarBuilder) -> Result<LayerNorm> {
     let weight = vb.get_with_hints(width, "weight", Init::Const(1.0))?;
     let bias = vb.get_with_hints(width, "bias", Init::Const(0.0))?;
@@ -201,7 +202,7 @@ impl Module for RmsNorm {
 /// Declares a root-mean-square normalisation with `weight` `[width]` under the builder's path.
 ///
 /// # Errors
-/// Returns an error if the name was used with another shape.
+/// Returns an error if a parameter of this name is already declared with another shape.
 pub fn rms_norm(width: usize, eps: f64, vb: VarBuilder) -> Result<RmsNorm> {
     let weight = vb.get_with_hints(width, "weight", Init::Const(1.0))?;
     Ok(RmsNorm { weight, eps, is_offset: false, layer: vb.prefix().into() })
@@ -211,7 +212,7 @@ pub fn rms_norm(width: usize, eps: f64, vb: VarBuilder) -> Result<RmsNorm> {
 /// the factor 1 + weight towards 1.
 ///
 /// # Errors
-/// Returns an error if the name was used with another shape.
+/// Returns an error if a parameter of this name is already declared with another shape.
 pub fn rms_norm_offset(width: usize, eps: f64, vb: VarBuilder) -> Result<RmsNorm> {
     let weight = vb.get_with_hints(width, "weight", Init::Const(0.0))?;
     Ok(RmsNorm { weight, eps, is_offset: true, layer: vb.prefix().into() })

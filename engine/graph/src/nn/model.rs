@@ -11,9 +11,9 @@ pub trait Model {
     /// Returns an error if the shapes do not fit.
     fn forward(&self, tokens: &Tensor, train: bool) -> Result<Tensor>;
 
-    /// Returns the loss: a scalar, the mean over all tokens. The default is the cross-entropy of the next token, for
-    /// which the logits are stored as a whole. A model whose last layer is linear can override this with
-    /// [`Linear::cross_entropy`](super::Linear::cross_entropy), which needs less memory.
+    /// Returns the loss: a scalar, the mean over all tokens. The default is the cross-entropy of `targets` under the
+    /// logits of [`Self::forward`], which stores the logits as a whole. A model whose last layer is linear can override
+    /// this with [`Linear::cross_entropy`](super::Linear::cross_entropy), which needs less memory.
     ///
     /// # Errors
     /// Returns an error if the shapes do not fit.

@@ -108,11 +108,11 @@ pub fn layer_norm(xs: &Tensor, alpha: &Tensor, beta: &Tensor, eps: f32) -> Resul
     xs.layer_norm(alpha, beta, f64::from(eps))
 }
 
-/// Scaled dot-product attention. Without a mask, it is fused ([`Tensor::causal_attention`] or [`Tensor::attention`]).
-/// With a mask, it is [`Tensor::masked_attention`].
+/// Scaled dot-product attention. Without a mask, the attention is fused: [`Tensor::causal_attention`] if `do_causal` is
+/// true, [`Tensor::attention`] if not. With a mask, this is [`Tensor::masked_attention`].
 ///
 /// # Errors
-/// Returns the errors of those methods. Returns an error if a mask is given and `do_causal` is true, or if scores are
+/// Returns the errors of the named methods, and an error if a mask is given and `do_causal` is true, or if scores are
 /// soft-capped (`softcapping` other than 1).
 pub fn sdpa(
     q: &Tensor,

@@ -1,5 +1,5 @@
 //! Rotary position embedding from tables of cosines and sines, with the names of `candle_nn::rotary_emb`.
-//! [`Tensor::rope`] does the same with a kernel of its own, and needs no tables.
+//! [`Tensor::rope`] computes the same without tables, with one kernel.
 
 use candle_core::D;
 

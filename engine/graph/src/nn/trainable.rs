@@ -1,7 +1,7 @@
 //! Selection of the trained part of a model.
 //!
 //! In: the names of parameters and layers. Out: the parameters that are frozen, and the linear layers that have an
-//! adapter. Never: values.
+//! adapter. Never: the values of parameters.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -10,8 +10,8 @@ use super::adapter::{LORA_A, LORA_B};
 use crate::error::{Error, Result};
 use crate::graph::Graph;
 
-/// The trained part of a model. Frozen parameters have no gradient and no optimizer state, and the forward keeps only
-/// the activations that the gradients of the trained part need.
+/// The trained part of a model. Frozen parameters have no gradient and no optimizer state. The forward keeps only the
+/// activations that the gradients of the trained parameters need.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Trainable {
@@ -37,7 +37,7 @@ pub struct Lora {
     /// The dropout probability of the adapters' input.
     pub dropout: f64,
     /// The layers that have adapters. Each is named by the last components of its path, such as `q_proj` or
-    /// `mlp.c_proj`. The default in a run file is the query and value projections of the model's family.
+    /// `mlp.c_proj`. In a run file, the default is the query and value projections of the model's family.
     #[serde(default)]
     pub targets: Vec<String>,
     /// Whether the scale is alpha ÷ √rank (rsLoRA, arXiv 2312.03732) instead of alpha ÷ rank.
@@ -93,7 +93,7 @@ impl Trainable {
     /// Checks that the settings are in range.
     ///
     /// # Errors
-    /// Returns [`Error::Config`] for a setting that is not, or if there is no target or pattern.
+    /// Returns [`Error::Config`] if a setting is out of range, or if there is no target or no pattern.
     pub fn check(&self) -> Result<()> {
         let fail = |why: String, remedy| Err(Error::config("trainable", why, remedy));
         match self {

@@ -72,11 +72,12 @@ impl VarBuilder {
         self.expert_ranks.0
     }
 
-    /// Declares a parameter [experts, ..] of which each expert rank holds an equal share [experts ÷ ranks, ..]. Its
-    /// initial values are normal with standard deviation 0.02.
+    /// Declares a parameter [experts, ..] of which each expert rank holds an equal share [experts ÷ ranks, ..]. The
+    /// initial values are drawn from a normal distribution with standard deviation 0.02.
     ///
     /// # Errors
-    /// Returns an error if the ranks do not divide the experts, or if the name was used with another shape.
+    /// Returns an error if the number of experts is not a multiple of the number of expert ranks, or if a parameter of
+    /// this name is already declared with another shape.
     pub fn get_share(&self, shape: impl Into<Shape>, name: &str) -> Result<Tensor> {
         let whole = Spec { shape: shape.into(), dtype: self.dtype };
         let (ranks, _) = self.expert_ranks;
@@ -117,11 +118,11 @@ impl VarBuilder {
         self.dtype
     }
 
-    /// Declares a parameter whose initial values are normal with standard deviation 0.02. A second call with the same
-    /// name returns the same parameter.
+    /// Declares a parameter whose initial values are drawn from a normal distribution with standard deviation 0.02. A
+    /// second call with the same name returns the same parameter.
     ///
     /// # Errors
-    /// Returns an error if the name was used with another shape.
+    /// Returns an error if a parameter of this name is already declared with another shape.
     pub fn get(&self, shape: impl Into<Shape>, name: &str) -> Result<Tensor> {
         self.get_with_hints(shape, name, Init::Randn { mean: 0.0, stdev: 0.02 })
     }
@@ -129,7 +130,7 @@ impl VarBuilder {
     /// Declares a parameter with the given initial values.
     ///
     /// # Errors
-    /// Returns an error if the name was used with another shape.
+    /// Returns an error if a parameter of this name is already declared with another shape.
     pub fn get_with_hints(&self, shape: impl Into<Shape>, name: &str, init: Init) -> Result<Tensor> {
         let spec = Spec { shape: shape.into(), dtype: self.dtype };
         let name = self.full(name);
@@ -146,12 +147,12 @@ impl VarBuilder {
         }
     }
 
-    /// Declares a parameter that is updated by `rule` instead of the optimizer. The rule gets the tensor that the
-    /// parameter's operation sends as the gradient. This tensor need not be a gradient, and does not count in the
-    /// global norm.
+    /// Declares a parameter that `rule` updates, and not the optimizer of the training step. `rule` gets the tensor
+    /// that operations accumulate as the gradient of the parameter. This tensor need not be a gradient in the
+    /// mathematical sense, and does not count in the global norm.
     ///
     /// # Errors
-    /// Returns an error if the name was used with another shape.
+    /// Returns an error if a parameter of this name is already declared with another shape.
     pub fn get_with_rule(
         &self,
         shape: impl Into<Shape>,

@@ -1,5 +1,5 @@
-//! Attention. It is fused if every query sees all keys or all earlier keys, and composed of other operations if there
-//! is an arbitrary mask.
+//! Attention. It is one fused operation if it is causal or unmasked, and composed of other operations if an arbitrary
+//! mask is given.
 
 use super::Tensor;
 use crate::error::Result;
@@ -9,11 +9,12 @@ use crate::ops;
 /// Attention, with `self` as the queries.
 impl Tensor {
     /// Fused causal attention. The queries `self` are [batch, heads, tokens, head size], keys and values [batch,
-    /// key-value heads, tokens, head size]. The tokens × tokens scores are never stored (FlashAttention, arXiv
+    /// key-value heads, tokens, head size]. The scores, tokens × tokens, are never stored (FlashAttention, arXiv
     /// 2205.14135).
     ///
     /// If sequences are continued ([`Sequences`]), the new keys and values are written to a cache, and queries also see
-    /// the past tokens in that cache. If documents are packed, this is [`Self::document_attention`].
+    /// the past tokens in that cache. If documents are packed, this is [`Self::document_attention`] over the packed
+    /// documents.
     ///
     /// # Errors
     /// Returns an error if the shapes do not fit, or if the heads are not a multiple of the key-value heads.
@@ -22,12 +23,12 @@ impl Tensor {
     }
 
     /// Fused attention with the settings of [`ops::Attention`], such as a window and a soft cap. The values of a head
-    /// may have another size than its keys. Continued sequences and packed documents are treated as by
-    /// [`Self::causal_attention`] if the attention is causal.
+    /// may have another size than the keys. Causal attention treats continued sequences and packed documents as
+    /// [`Self::causal_attention`] does.
     ///
     /// # Errors
-    /// Returns the errors of [`Self::causal_attention`]. Returns an error if there is a window but no causality, or if
-    /// the scale or the cap is not positive.
+    /// Returns the errors of [`Self::causal_attention`]. Returns an error if a window is set but the attention is not
+    /// causal, or if the scale or the cap is not positive.
     pub fn attend(&self, k: &Self, v: &Self, how: ops::Attention) -> Result<Self> {
         self.attend_past(&k.cached("keys")?, &v.cached("values")?, how)
     }
@@ -62,10 +63,9 @@ impl Tensor {
         self.attend(k, v, ops::Attention::full(scale))
     }
 
-    /// Like [`Self::causal_attention`], but no query sees a key before its first one, which `starts` (u32 [batch,
-    /// tokens]) gives as an index. If `starts` is the index of the first token of each token's document, documents
-    /// packed into one sequence do not see each other. This takes four more bytes per token. Blocks of keys that no
-    /// query sees are skipped.
+    /// Like [`Self::causal_attention`], but `starts` (u32 [batch, tokens]) gives for each query the index of the first
+    /// key that the query sees. If this is the first token of the query's document, documents that are packed into one
+    /// sequence do not see each other. Blocks of keys that no query sees are skipped. `starts` takes 4 bytes per token.
     ///
     /// # Errors
     /// Returns the errors of [`Self::causal_attention`], and an error if sequences are continued.
@@ -91,7 +91,7 @@ impl Tensor {
             let what = format!("{heads} heads are not a multiple of {kv_heads} key-value heads");
             return Err(self.shape_error("masked_attention", what));
         }
-        // Repeats key-value heads for each query head that reads them.
+        // Repeats each key-value head for all query heads that read it.
         let shared = |x: &Self| {
             let repeated = x.unsqueeze(2)?.broadcast_as((batch, kv_heads, heads / kv_heads, keys, size))?;
             repeated.reshape((batch, heads, keys, size))
@@ -105,8 +105,8 @@ impl Tensor {
         scores.softmax_last_dim()?.matmul(&shared(v)?)
     }
 
-    /// Causal attention in which every query sees only the last `window` keys, its own included (Beltagy et al., arXiv
-    /// 2004.05150). Blocks of keys that no query sees are skipped.
+    /// Causal attention in which every query sees only the last `window` keys, including the query's own (Beltagy et
+    /// al., arXiv 2004.05150). Blocks of keys that no query sees are skipped.
     ///
     /// # Errors
     /// Returns the errors of [`Self::causal_attention`], and an error for a window of 0.

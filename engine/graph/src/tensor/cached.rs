@@ -8,9 +8,9 @@ use crate::graph::Sequences;
 use crate::{lock, ops};
 
 impl Tensor {
-    /// Looks up position embeddings in a table `self` [positions, width]. The result is [tokens, width], the first
-    /// `tokens` rows. If sequences are continued or documents are packed, the result is [batch, tokens, width], with
-    /// the row of each token's position.
+    /// Looks up position embeddings in a table `self` [positions, width]. The result is the first `tokens` rows:
+    /// [tokens, width]. If sequences are continued or documents are packed, the result has the row of each token's
+    /// position: [batch, tokens, width].
     ///
     /// # Errors
     /// Returns an error if the table has too few rows.
@@ -52,7 +52,7 @@ impl Tensor {
     /// Returns the factors of the losses of `targets` if documents are packed, and `None` if not.
     ///
     /// # Errors
-    /// Returns an error if the number of targets is not that of the tokens.
+    /// Returns an error if documents are packed and there is not exactly one target per token.
     pub(super) fn target_weights(&self, targets: &Self) -> Result<Option<Self>> {
         match self.sequences() {
             Sequences::Packed { weights, .. } => {
@@ -63,7 +63,7 @@ impl Tensor {
     }
 
     /// If documents are packed, returns two tensors: the index of the first token of each token's document, and the
-    /// weight of each token in a router's statistics. `None` if documents are not packed.
+    /// weight of each token in a router's statistics. Returns `None` if documents are not packed.
     pub(crate) fn documents(&self) -> Option<[Self; 2]> {
         match self.sequences() {
             Sequences::Packed { document_starts, routed, .. } => {

@@ -61,8 +61,8 @@ comparisons! {
     ge, broadcast_ge => AtLeast, "≥";
 }
 
-/// Maximum and minimum of two tensors. Where both elements are equal, the gradient goes to the first tensor. (candle
-/// divides it between both.)
+/// Maximum and minimum of two tensors. Where the two elements are equal, the first tensor gets the gradient. (candle
+/// divides the gradient between both tensors.)
 impl Tensor {
     /// The greater element of each pair.
     ///
@@ -119,7 +119,7 @@ impl Tensor {
     /// shape of this tensor.
     ///
     /// # Errors
-    /// Returns an error if the mask's shape does not broadcast.
+    /// Returns an error if the mask's shape does not broadcast to the shape of this tensor.
     pub fn masked_fill<T: WithDType>(&self, mask: &Self, number: T) -> Result<Self> {
         mask.broadcast_as(self.shape().clone())?.where_cond(&number.beside(self), self)
     }
@@ -127,22 +127,24 @@ impl Tensor {
 
 /// Selection by indices (u32).
 impl Tensor {
-    /// Selects elements along `dim` by `ids`. The result has the shape of `ids`. The extents of `ids` and this tensor
-    /// are equal except along `dim`. An id out of range gives NaN.
+    /// Selects elements along `dim` by `ids`. The result has the shape of `ids`. `ids` and this tensor have the same
+    /// extents except along `dim`. If an id is out of range, the selected element is NaN.
     ///
     /// # Errors
-    /// Returns an error if the shapes do not fit, or if an id that is already known is out of range.
+    /// Returns an error if the shapes do not fit, or if the ids are known when the model is recorded and one of them is
+    /// out of range.
     pub fn gather<D: Dim>(&self, ids: &Self, dim: D) -> Result<Self> {
         let dim = dim.to_index(self.shape(), "gather")?;
         self.expect_inside(ids, dim, "gather")?;
         Self::apply_op::<1>(ops::Gather { dim }, &[self, ids]).map(|[out]| out)
     }
 
-    /// Returns this tensor with each element of `source` added at the index along `dim` that `ids` gives. `ids` has the
-    /// shape of `source`.
+    /// Returns a copy of this tensor to which each element of `source` is added. `ids`, which has the shape of
+    /// `source`, gives the index along `dim` at which each element is added.
     ///
     /// # Errors
-    /// Returns an error if the shapes do not fit, or if an id that is already known is out of range.
+    /// Returns an error if the shapes do not fit, or if the ids are known when the model is recorded and one of them is
+    /// out of range.
     pub fn scatter_add<D: Dim>(&self, ids: &Self, source: &Self, dim: D) -> Result<Self> {
         let dim = dim.to_index(self.shape(), "scatter_add")?;
         self.expect_inside(ids, dim, "scatter_add")?;
@@ -153,12 +155,14 @@ impl Tensor {
     /// Selects slices along `dim` by their indices `ids`, a vector.
     ///
     /// # Errors
-    /// Returns an error if `ids` is not a vector of u32, or if an id that is already known is out of range.
+    /// Returns an error if `ids` is not a vector of u32, or if the ids are known when the model is recorded and one of
+    /// them is out of range.
     pub fn index_select<D: Dim>(&self, ids: &Self, dim: D) -> Result<Self> {
         let dim = dim.to_index(self.shape(), "index_select")?;
         ids.dims1()?;
         self.expect_inside(ids, dim, "index_select")?;
-        // The dimension is moved to the front and the others are flattened, so that this is a lookup of rows.
+        // `dim` is moved to the front and the other dimensions are flattened, so that an embedding lookup can select
+        // the slices.
         let front = self.transpose(0, dim)?;
         let rows = front.reshape((self.dims()[dim], self.elem_count() / self.dims()[dim].max(1)))?.embedding(ids)?;
         let mut dims = front.dims().to_vec();
@@ -166,10 +170,12 @@ impl Tensor {
         rows.reshape(dims)?.transpose(0, dim)
     }
 
-    /// Returns this tensor with the slices of `source` along `dim` added to the slices at the indices `ids`, a vector.
+    /// Returns a copy of this tensor to which the slices of `source` along `dim` are added. The vector `ids` gives the
+    /// index of the slice to which each one is added.
     ///
     /// # Errors
-    /// Returns an error if the shapes do not fit, or if an id that is already known is out of range.
+    /// Returns an error if the shapes do not fit, or if the ids are known when the model is recorded and one of them is
+    /// out of range.
     pub fn index_add<D: Dim>(&self, ids: &Self, source: &Self, dim: D) -> Result<Self> {
         let dim = dim.to_index(self.shape(), "index_add")?;
         let mut dims = vec![1; self.rank()];

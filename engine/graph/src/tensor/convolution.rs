@@ -71,7 +71,7 @@ impl Tensor {
             let padded = self.pad_with_zeros(dim, padding, padding)?;
             return split(&padded.narrow(dim, 0, places * stride)?, [places, size]);
         }
-        // Each kernel element reads a range of the input, of which every `stride`th index is used.
+        // Each kernel element reads every `stride`th index of a range of the input.
         let needed = dilation * (size - 1) + places * stride;
         let padded = self.pad_with_zeros(dim, padding, padding + needed.saturating_sub(extent))?;
         let seen_by = |element: usize| {

@@ -11,9 +11,8 @@ use crate::Spec;
 use crate::error::{Error, Result};
 use crate::graph::{Graph, lock};
 
-/// The graph in which new tensors are created. In candle, a device has this role. Here it is the graph being recorded,
-/// whatever device the graph will run on. [`Tensor::device`] and [`VarBuilder::device`](crate::nn::VarBuilder::device)
-/// return it.
+/// The graph in which new tensors are created. It takes the place of candle's device, and does not depend on the device
+/// on which the graph will run. [`Tensor::device`] and [`VarBuilder::device`](crate::nn::VarBuilder::device) return it.
 #[derive(Debug, Clone)]
 pub struct Device(Arc<Mutex<Graph>>);
 
@@ -30,8 +29,7 @@ impl Device {
         Self(graph.clone())
     }
 
-    /// Creates a constant with the shape and type of an existing tensor. The size needs no check, as it is the
-    /// tensor's.
+    /// Creates a constant with the shape and type of an existing tensor. The size is not checked again.
     pub(super) fn constant(&self, number: f64, spec: Spec) -> Tensor {
         let id = lock(self).constant_like(number, spec);
         Tensor::of(self, id)
@@ -71,7 +69,7 @@ impl Tensor {
     /// Creates a tensor from a number or nested arrays of numbers.
     ///
     /// # Errors
-    /// Returns an error if rows have different lengths.
+    /// Returns an error if nested arrays have different lengths.
     pub fn new<A: NdArray>(array: A, device: &Device) -> Result<Self> {
         Self::from_candle(&candle_core::Tensor::new(array, &Host::Cpu)?, device)
     }
@@ -79,12 +77,12 @@ impl Tensor {
     /// Creates a tensor from its elements in row-major order.
     ///
     /// # Errors
-    /// Returns an error if the number of elements is not that of the shape.
+    /// Returns an error if `data` does not have as many elements as the shape.
     pub fn from_slice<S: ShapeWithOneHole, D: WithDType>(data: &[D], shape: S, device: &Device) -> Result<Self> {
         Self::from_candle(&candle_core::Tensor::from_slice(data, shape, &Host::Cpu)?, device)
     }
 
-    /// Like [`Self::from_slice`].
+    /// Like [`Self::from_slice`], but takes a vector.
     ///
     /// # Errors
     /// Returns the errors of [`Self::from_slice`].
@@ -132,7 +130,7 @@ impl Tensor {
         Self::from_candle(&candle_core::Tensor::eye(n, DType::U8, &Host::Cpu)?, device)?.to_dtype(dtype)
     }
 
-    /// Creates a tensor with the same value everywhere, stored as one element.
+    /// Creates a tensor whose elements all equal `number`. It is stored as one element.
     ///
     /// # Errors
     /// Returns an error if an extent is 0, or if the shape is too large.
@@ -172,7 +170,8 @@ impl Tensor {
         Ok(self.graph.constant(1.0, self.spec.clone()))
     }
 
-    /// Returns this tensor's elements in another type, if the model's source gave them. `None` for any other tensor.
+    /// If the elements of this tensor are known when the model is recorded, returns a tensor with these elements in
+    /// another type. Returns `None` if not.
     pub(super) fn data_in(&self, dtype: DType) -> Option<Self> {
         let mut graph = lock(&self.graph);
         let spec = Spec { shape: self.shape().clone(), dtype };

@@ -22,7 +22,7 @@ impl Tensor {
         self.apply1(ops::Unary { kind })
     }
 
-    /// Returns x·scale + shift. The result for a constant is another constant, so that the gradient of a mean remains a
+    /// Returns x·scale + shift. For a constant, the result is also a constant. So the gradient of a mean remains a
     /// known constant ([`Gradient::constant`](crate::Gradient::constant)).
     ///
     /// # Errors
@@ -38,8 +38,8 @@ impl Tensor {
     /// Casts to another type. If the tensor already has that type, returns the tensor itself.
     ///
     /// # Errors
-    /// Returns an error if the new type is not one of [`FLOATS`](crate::graph::FLOATS), unless the elements are
-    /// constants.
+    /// Returns an error if the new type is not one of [`FLOATS`](crate::graph::FLOATS), unless the elements are known
+    /// when the model is recorded.
     pub fn to_dtype(&self, dtype: DType) -> Result<Self> {
         if self.dtype() == dtype {
             return Ok(self.clone());
@@ -95,7 +95,7 @@ impl Tensor {
         rhs.broadcast_mul(&self.log()?)?.exp()
     }
 
-    /// x where it is positive, α(eˣ − 1) elsewhere (Clevert et al., arXiv 1511.07289).
+    /// x where x is positive, α(eˣ − 1) elsewhere (Clevert et al., arXiv 1511.07289).
     ///
     /// # Errors
     /// Returns an error if the type is not one of [`FLOATS`](crate::graph::FLOATS).

@@ -213,22 +213,22 @@ impl Tensor {
         Self::apply_op::<1>(op, &[self]).map(|[out]| out)
     }
 
-    /// Returns a constant of the given shape in this tensor's graph. The type is this tensor's or, if this tensor holds
-    /// ids or a mask, f32.
+    /// Returns a constant of the given shape in this tensor's graph. The constant has this tensor's type or, if this
+    /// tensor holds ids or a mask, f32.
     pub fn constant(&self, number: f64, shape: impl Into<Shape>) -> Self {
         let dtype = if self.dtype().is_float() { self.dtype() } else { DType::F32 };
         self.graph.constant(number, Spec { shape: shape.into(), dtype })
     }
 
     /// Reports this value in each step (`Trainer::watched`), summed over the micro-batches and data ranks. The bytes of
-    /// the value stay occupied until the next step. If several values have the same name, a number is appended to the
-    /// later ones: `name.2`.
+    /// the value stay occupied until the next step. If a name is used several times, a number is appended to each name
+    /// but the first: `name.2`.
     pub fn watch(&self, name: &str) {
         lock(&self.graph).watch(name, self.id);
     }
 
-    /// Reports the mean of this tensor as a summand of `part` of every loss that depends on `of`. Each step reports a
-    /// part as the sum of its summands, averaged over micro-batches and data ranks.
+    /// Reports the mean of this tensor as a summand of `part`, for every loss that depends on `depends_on`. The value
+    /// that a step reports for a part is the sum of the part's summands, averaged over micro-batches and data ranks.
     ///
     /// # Errors
     /// Returns the errors of [`Self::mean_all`].
@@ -265,8 +265,8 @@ impl Tensor {
         Self::apply_op::<1>(ops::MatMul, &[self, rhs]).map(|[out]| out)
     }
 
-    /// Like [`Self::matmul`], but leading dimensions broadcast. If `rhs` is a matrix, it is read only once, like the
-    /// weight of a linear layer.
+    /// Like [`Self::matmul`], but leading dimensions broadcast. If `rhs` is a matrix, it is read only once for the
+    /// whole batch, like the weight of a linear layer.
     ///
     /// # Errors
     /// Returns an error if the inner extents differ or the leading dimensions do not broadcast.
@@ -294,8 +294,8 @@ impl Tensor {
     /// Looks up rows of `self` [vocabulary, width] by `ids` (u32, any shape).
     ///
     /// # Errors
-    /// Returns an error if `self` is not a matrix, if `ids` is not u32, or if an id that is already known is out of
-    /// range.
+    /// Returns an error if `self` is not a matrix, if `ids` is not u32, or if the ids are known when the model is
+    /// recorded and one of them is out of range.
     pub fn embedding(&self, ids: &Self) -> Result<Self> {
         self.padded_embedding(ids, None)
     }
@@ -373,8 +373,8 @@ impl Tensor {
     /// In a training step, the loss also has the terms of `TrainOptions::loss`, and −log p is reported separately.
     ///
     /// # Errors
-    /// Returns an error if the shapes do not fit, or if documents are packed and the number of targets is not that of
-    /// the tokens.
+    /// Returns an error if the shapes do not fit, or if documents are packed and there is not exactly one target per
+    /// token.
     pub fn cross_entropy(&self, targets: &Self) -> Result<Self> {
         let terms = self.loss_terms();
         let [losses, lse] = Self::apply_op(ops::CrossEntropy { terms }, &[self, targets])?;
@@ -402,11 +402,11 @@ impl Tensor {
         self.capped_cross_entropy(weight, targets, None)
     }
 
-    /// Like [`Self::linear_cross_entropy`], but with a `cap`, logits x are replaced by cap·tanh(x/cap) (Gemma 2, arXiv
+    /// Like [`Self::linear_cross_entropy`]. If `cap` is given, logits x are replaced by cap·tanh(x/cap) (Gemma 2, arXiv
     /// 2408.00118, section 2).
     ///
     /// # Errors
-    /// Returns the errors of [`Self::linear_cross_entropy`], and an error for a cap that is not positive.
+    /// Returns the errors of [`Self::linear_cross_entropy`], and an error if the cap is not positive.
     pub fn capped_cross_entropy(&self, weight: &Self, targets: &Self, cap: Option<f64>) -> Result<Self> {
         let weights = self.target_weights(targets)?;
         let inputs: Vec<&Self> = [self, weight, targets].into_iter().chain(&weights).collect();

@@ -20,8 +20,8 @@ macro_rules! operator {
     };
 }
 
-/// Implements the operand types that all four operators have. On either side, these are tensors and results of tensors.
-/// On the right, also a number, which is applied as x·scale + shift.
+/// Implements the operand types that all four operators have. The operand on either side may be a tensor or the result
+/// of a tensor. The right operand may also be a number, which is applied as x·scale + shift.
 macro_rules! operators {
     ($($operator:ident, $method:ident, |$number:ident| $scale:expr, $shift:expr;)*) => {
         $(operator! {

@@ -6,7 +6,8 @@ use super::Tensor;
 use crate::error::Result;
 use crate::ops;
 
-/// Sums, means and variances. Dimensions that are kept have extent 1 in the result; others are removed.
+/// Sums, means and variances. A reduced dimension that is kept has extent 1 in the result. Otherwise, reduced
+/// dimensions are removed.
 impl Tensor {
     /// Sum over some dimensions.
     ///
@@ -98,7 +99,7 @@ impl Tensor {
         dims.sort_unstable_by(|a, b| b.cmp(a));
         dims.into_iter().try_fold(self.clone(), |x, dim| {
             let last = x.rank() - 1;
-            // The dimension is moved to the end, and the others keep their order.
+            // `dim` is moved to the end, and the other dimensions keep their order.
             let order: Vec<usize> = (0..last + 1).filter(|&d| d != dim).chain([dim]).collect();
             x.permute(order)?.apply1(ops::LogSumExp)
         })
@@ -132,8 +133,8 @@ impl Tensor {
 
 macro_rules! extremes {
     ($($what:literal, $greatest:ident, $value:ident, $value_keepdim:ident, $index:ident, $index_keepdim:ident;)*) => {
-        /// Maxima and minima. Of equal elements, the first is chosen and gets the gradient. (candle gives the gradient
-        /// to each of them.)
+        /// Maxima and minima. If several elements are equal, the first is chosen and gets the gradient. (In candle,
+        /// each of the equal elements gets the gradient.)
         impl Tensor {
             $(#[doc = concat!("The ", $what, " over one dimension, which is removed.")]
             ///

@@ -10,8 +10,8 @@ use crate::ops;
 
 /// Views, which move no data, and operations composed of them.
 impl Tensor {
-    /// Returns the same elements in another shape. One extent may be `()`, which stands for the remaining factor. The
-    /// elements are copied if the strides do not allow a view.
+    /// Returns the same elements in another shape. One extent may be `()`. It is then computed from the number of
+    /// elements and the other extents. The elements are copied if the strides do not allow a view.
     ///
     /// # Errors
     /// Returns an error if the numbers of elements differ.
@@ -54,7 +54,8 @@ impl Tensor {
     }
 
     /// Divides one dimension into `chunks` parts of equal extent. If the extent is not a multiple of `chunks`, the
-    /// first parts are longer by one. If the extent is smaller than `chunks`, there are fewer parts.
+    /// first parts are longer by one. If the extent is smaller than `chunks`, each part has extent 1 and there are
+    /// fewer parts.
     ///
     /// # Errors
     /// Returns an error if there is no such dimension, or if `chunks` is 0.
@@ -91,7 +92,7 @@ impl Tensor {
         if dims.len() != self.rank() || (0..dims.len()).any(|dim| !dims.contains(&dim)) {
             return Err(self.shape_error("permute", format!("{dims:?} does not name every dimension once")));
         }
-        // One dimension is moved at a time. `at[i]` is the original dimension that is at position i so far.
+        // One dimension is moved at a time. `at[i]` is the original dimension that is now at position i.
         let mut at: Vec<usize> = (0..dims.len()).collect();
         let mut permuted = self.clone();
         for (to, dim) in dims.into_iter().enumerate() {
@@ -255,7 +256,7 @@ impl Tensor {
         self.reshape(dims)
     }
 
-    /// Removes a dimension of extent 1. If the dimension has another extent, returns the tensor itself.
+    /// Removes a dimension if its extent is 1. If its extent is larger, returns the tensor itself.
     ///
     /// # Errors
     /// Returns an error if there is no such dimension.

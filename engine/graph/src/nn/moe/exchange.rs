@@ -14,18 +14,18 @@ pub struct Exchange {
     sent: Tensor,
     /// Row offsets of the runs of rows of this rank's experts.
     received: Tensor,
-    /// The greatest number of rows of this rank's tokens.
+    /// The maximum number of rows of this rank's tokens.
     rows_sent: usize,
-    /// The greatest number of rows of this rank's experts.
+    /// The maximum number of rows of this rank's experts.
     rows_received: usize,
 }
 
 impl Routing {
-    /// Records the exchange of the numbers of rows between `ranks` expert ranks, and returns the exchange of the rows
-    /// themselves.
+    /// Records that `ranks` expert ranks exchange the numbers of rows that they will send to each other. Returns the
+    /// [`Exchange`] with which the rows themselves are sent.
     ///
     /// # Errors
-    /// Returns an error if the ranks do not divide the experts.
+    /// Returns an error if the number of experts is not a multiple of `ranks`.
     pub fn exchange(&self, ranks: usize) -> Result<Exchange> {
         if ranks == 0 || !self.experts.is_multiple_of(ranks) {
             let why = format!("{ranks} ranks cannot share {} experts equally", self.experts);
@@ -42,20 +42,20 @@ impl Routing {
         Ok(Exchange { ranks, sent, received, rows_sent, rows_received: ranks * self.most_rows(ranks) })
     }
 
-    /// Returns the greatest number of rows that this rank's tokens may send to one expert rank.
+    /// Returns the maximum number of rows that this rank's tokens may have on one expert rank.
     fn most_rows(&self, ranks: usize) -> usize {
         let dims = self.places.dims();
         let (choices, sequences) = (dims[dims.len() - 1], dims[0]);
         let tokens: usize = dims[..dims.len() - 1].iter().product();
-        // A token chooses each expert at most once, so at most as many times as a rank has experts.
+        // A token chooses each expert at most once. So it has at most as many rows on a rank as the rank has experts.
         let most = tokens * choices.min(self.experts / ranks);
         self.capacity.map_or(most, |capacity| most.min(sequences * (self.experts / ranks) * capacity))
     }
 }
 
 impl Exchange {
-    /// Sends the rows of this rank's tokens, [rows, any], to the ranks of their experts. Returns the rows of this
-    /// rank's experts, [rows, any].
+    /// Sends the rows of this rank's tokens, [rows, width], to the ranks that hold the experts of these rows. Returns
+    /// the rows of this rank's experts, [rows, width]. Any width is allowed.
     ///
     /// # Errors
     /// Returns an error if `rows` does not have as many rows as the routing.
@@ -63,7 +63,8 @@ impl Exchange {
         self.all_to_all(rows, true, &self.sent, &self.received)
     }
 
-    /// Sends the rows of this rank's experts back to the ranks of their tokens: the reverse of [`Self::receive`].
+    /// Sends the rows of this rank's experts back to the ranks from which they came. This is the reverse of
+    /// [`Self::receive`].
     ///
     /// # Errors
     /// Returns an error if `rows` does not have as many rows as this rank's experts.
@@ -71,8 +72,8 @@ impl Exchange {
         self.all_to_all(rows, false, &self.received, &self.sent)
     }
 
-    /// Returns the number of rows of this rank's experts if all ranks have the same number. `None` on one rank, where
-    /// the number of rows is fixed.
+    /// Returns the number of rows of this rank's experts under balanced routing. Returns `None` on one rank, where the
+    /// number of rows is fixed.
     fn balanced(&self) -> Option<usize> {
         (self.ranks > 1).then_some(self.rows_sent)
     }

@@ -21,7 +21,8 @@ impl Experts {
     /// Declares the parameters.
     ///
     /// # Errors
-    /// Returns an error if the expert ranks do not divide the experts, or if the names were used with other shapes.
+    /// Returns an error if the number of experts is not a multiple of the number of expert ranks, or if parameters of
+    /// these names are already declared with other shapes.
     pub fn new(experts: usize, width: usize, hidden: usize, vb: VarBuilder) -> Result<Self> {
         Ok(Self {
             gate_proj: vb.get_share((experts, hidden, width), "gate_proj")?,
@@ -36,7 +37,7 @@ impl Experts {
     /// of the experts' outputs in the same shape.
     ///
     /// # Errors
-    /// Returns an error if the shapes do not fit, or if the number of experts differs from the router's.
+    /// Returns an error if the shapes do not fit, or if the router has another number of experts.
     pub fn forward(&self, x: &Tensor, routing: &Routing) -> Result<Tensor> {
         let _layer = x.enter(&self.layer);
         let experts = self.gate_proj.dim(0)? * self.ranks;

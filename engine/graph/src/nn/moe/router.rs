@@ -41,8 +41,8 @@ pub enum Choice {
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Capacity {
-    /// The maximum number of rows per expert and sequence, as a multiple of the number under an even distribution. With
-    /// packed documents, padding does not count.
+    /// The maximum number of rows per expert and sequence, as a multiple of the rows that each expert would have under
+    /// an even distribution. With packed documents, padding tokens do not count.
     pub factor: f64,
     /// The rule that decides which rows beyond the capacity are dropped.
     pub drop: DropPolicy,
@@ -61,13 +61,14 @@ pub struct Capacity {
 pub struct RouterConfig {
     /// The number of experts.
     pub experts: usize,
-    /// The number of experts per token. If experts choose tokens, the mean number.
+    /// The number of experts per token. If experts choose tokens, this is the mean number.
     pub top_k: usize,
     /// The function that turns logits into scores.
     pub score: Score,
     /// Whether a token's weights are divided by their sum.
     pub renormalise: bool,
-    /// A factor of the weights, applied after the division by their sum.
+    /// The factor by which a token's weights are multiplied, after they have been divided by their sum if `renormalise`
+    /// is true.
     pub scale: f64,
     /// The groups of experts, and the number of groups that a token may use. Without them, a token may use all experts.
     pub groups: Option<ExpertGroups>,
@@ -85,8 +86,9 @@ pub struct RouterConfig {
     pub balance_loss: f64,
     /// The factor of the mean of (ln Σ e^logit)² (ST-MoE, arXiv 2202.08906).
     pub z_loss: f64,
-    /// The change per step of the bias that is added to the scores when experts are chosen. The bias rises for experts
-    /// with less than the mean load, and falls for experts with more (Wang et al., arXiv 2408.15664). 0 means no bias.
+    /// The amount by which the bias of an expert changes per step. The bias is added to the expert's scores when
+    /// experts are chosen. It rises if the expert has less than the mean load, and falls if the expert has more (Wang
+    /// et al., arXiv 2408.15664). 0 means no bias.
     pub bias_rate: f64,
     /// Whether there is a bias even if `bias_rate` is 0, for example to fine-tune a model that was trained with one.
     pub fixed_bias: bool,
@@ -144,18 +146,19 @@ impl RouterConfig {
         Ok(())
     }
 
-    /// Returns the capacity: the maximum number of rows of an expert from a sequence of `tokens` tokens, and which rows
-    /// are dropped beyond it. `None` if there is no limit.
+    /// Returns the maximum number of rows that an expert takes from a sequence of `tokens` tokens, and the rule that
+    /// decides which rows are dropped beyond this number. Returns `None` if there is no limit.
     fn capacity(&self, tokens: usize) -> Option<(usize, DropPolicy)> {
         let Capacity { factor, drop } = self.capacity?;
         let even = (tokens * self.top_k) as f64 / self.experts as f64;
-        // The last factor compensates for rounding errors, which would round a product that is an integer up to the
-        // next.
+        // Without the last factor, a rounding error could make `ceil` return one row too many if the exact product is
+        // an integer.
         let rows = (factor * even * (1.0 - 1e-12)).ceil() as usize;
         Some((rows.clamp(1, tokens), drop))
     }
 
-    /// Returns the capacity for every possible number of tokens in a sequence that are not padding, from 0 to `tokens`.
+    /// Returns a list of capacities. Entry n is for a sequence with n tokens besides padding; n goes from 0 to
+    /// `tokens`.
     fn limits(&self, tokens: usize) -> Vec<u32> {
         (0..=tokens).map(|count| self.capacity(count.max(1)).map_or(0, |(rows, _)| rows as u32)).collect()
     }
@@ -192,8 +195,8 @@ impl Router {
     /// Chooses experts for the tokens of `x` [batch, tokens, width].
     ///
     /// While training, it reports two values ([`Tensor::watch`]) under the layer's name. `….load` is the number of
-    /// tokens that chose each expert. `….dropped` is the number of choices beyond the capacity or, if experts choose,
-    /// the number of tokens that no expert chose. Padding is not counted. Each step also reports the terms that the
+    /// tokens that chose each expert. `….dropped` is the number of choices beyond the capacity. If experts choose, it
+    /// is the number of tokens that no expert chose. Padding is not counted. Each step also reports the terms that the
     /// router adds to the loss.
     ///
     /// # Errors
@@ -235,7 +238,7 @@ impl RouterConfig {
             amount if train && amount > 0.0 => Jitter::apply(x, amount)?.linear(weight, None)?,
             _ => x.linear(weight, None)?,
         };
-        // Scores and their sums are always f32, whatever type the model computes in.
+        // Scores and sums of scores are always f32, whatever type the model computes in.
         let logits = logits.to_dtype(DType::F32)?;
         let bias = bias.map(|bias| bias.to_dtype(DType::F32)).transpose()?;
         let documents = x.documents();
@@ -286,7 +289,7 @@ impl RouterConfig {
         if self.scale == 1.0 { Ok(weights) } else { weights.affine(self.scale, 0.0) }
     }
 
-    /// Returns the terms that the router adds to the loss, with their kinds. Each has one value per token, so that the
+    /// Returns the terms that the router adds to the loss, with their kinds. Each term has one value per token, so the
     /// order of summation does not depend on how a batch is divided into micro-batches.
     fn losses(
         &self,
@@ -308,7 +311,8 @@ impl RouterConfig {
                 Score::Softmax => scores.clone(),
                 Score::Sigmoid => scores.broadcast_div(&scores.sum_keepdim(2)?.affine(1.0, 1e-20)?)?,
             };
-            // experts/k · Σₑ (load/tokens) · share: its mean over a sequence's tokens has the mean share as Pᵉ.
+            // Per token: experts/k · Σₑ (load/tokens) · share. The mean of this over the tokens of a sequence is the
+            // balance loss, in which Pᵉ is the mean share of expert e.
             let (load, scale) = match documents {
                 Some([starts, _]) => {
                     let [load] = Tensor::apply_op(DocumentLoad { experts }, &[ids, starts])?;
@@ -332,7 +336,7 @@ impl RouterConfig {
 #[derive(Debug, Clone)]
 pub struct Routing {
     pub(super) experts: usize,
-    /// The maximum number of rows of an expert from a sequence. `None` if there is no limit.
+    /// The maximum number of rows that an expert takes from a sequence, or `None` if there is no limit.
     pub(super) capacity: Option<usize>,
     weights: Tensor,
     /// The experts that each token chose; `None` if experts choose tokens.
@@ -340,15 +344,15 @@ pub struct Routing {
     pub(super) places: Tensor,
     pub(super) slots: Tensor,
     pub(super) starts: Tensor,
-    /// The terms that training adds to the loss of every token, each with its kind. `loss` is the sum of these terms.
+    /// The terms that training adds to the loss of every token, each with its kind. The field `loss` is their sum.
     losses: Vec<(LossPart, Tensor)>,
     loss: Option<Tensor>,
 }
 
 impl Routing {
-    /// Returns the weighted sum of the terms that training adds to the loss of every token: [batch, tokens]. `None` if
-    /// there are no such terms. Add it to the loss of each token before taking the mean, so that the result does not
-    /// depend on how a batch is divided into micro-batches.
+    /// Returns the weighted sum of the terms that training adds to the loss of every token: [batch, tokens]. Returns
+    /// `None` if there are no such terms. The sum must be added to the losses of the tokens before their mean is
+    /// computed, so that the mean does not depend on how a batch is divided into micro-batches.
     pub fn loss(&self) -> Option<&Tensor> {
         self.loss.as_ref()
     }
