@@ -34,7 +34,8 @@ pub struct GptConfig {
     pub activation: Activation,
     /// Whether the head shares its weight with the embedding.
     pub tied: bool,
-    /// The dropout probability after the embedding and after the attention and the feed-forward part of each block.
+    /// The probability of dropout, which is applied to the embeddings and to the outputs of the attention and of the
+    /// feed-forward layer of each block.
     pub dropout: f64,
 }
 
@@ -115,7 +116,7 @@ impl Gpt {
     /// Declares the parameters.
     ///
     /// # Errors
-    /// Returns an error if the heads do not divide the width, and the errors of [`GptConfig::check`].
+    /// Returns an error if the width is not a multiple of the number of heads, and the errors of [`GptConfig::check`].
     pub fn new(config: &GptConfig, vb: VarBuilder) -> Result<Self> {
         config.check()?;
         let wte = embedding(config.vocabulary, config.width, vb.pp("wte"))?;
@@ -242,8 +243,8 @@ impl Mlp {
     }
 }
 
-/// Declares a layer that writes to the residual stream. Its initial weights are scaled by 1/√(2·layers) (GPT-2, section
-/// 2.3).
+/// Declares a layer whose output is added to the residual stream. The layer's initial weights are scaled by
+/// 1/√(2·layers) (GPT-2, section 2.3).
 fn residual_linear(in_dim: usize, out_dim: usize, config: &GptConfig, vb: VarBuilder) -> Result<Linear> {
     let stdev = 0.02 / (2.0 * config.layers.max(1) as f64).sqrt();
     linear_with_hints(in_dim, out_dim, Init::Randn { mean: 0.0, stdev }, vb)

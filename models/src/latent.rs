@@ -1,6 +1,6 @@
 //! Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1). The keys and values of all heads are
 //! computed from one short vector per token, the latent. Queries may be computed from a latent of their own. Positions
-//! are encoded in a separate part of each query and key; the rotated part of the key is the same for all heads.
+//! are encoded by rotating only a part of each query and key. The rotated part of the key is the same for all heads.
 
 use gapless_engine::nn::{Linear, Module, RmsNorm, VarBuilder, linear_b, linear_no_bias, rms_norm};
 use gapless_engine::{Result, Tensor, ops};
@@ -13,7 +13,8 @@ use crate::llama::LlamaConfig;
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct LatentConfig {
-    /// The width of the latent of the queries. Without it, queries are computed from the residual stream directly.
+    /// The width of the latent of the queries. If it is missing, queries are computed from the residual stream
+    /// directly.
     pub query_rank: Option<usize>,
     /// The width of the latent of keys and values.
     pub kv_rank: usize,
@@ -23,7 +24,7 @@ pub struct LatentConfig {
     pub rotated_size: usize,
     /// The width of the values of a head.
     pub value_size: usize,
-    /// Whether the rotation pairs adjacent elements. If not, it pairs elements that are half the rotated part apart.
+    /// Whether the rotation pairs adjacent elements. If false, the paired elements are half the rotated part apart.
     pub neighbours: bool,
 }
 
@@ -65,7 +66,8 @@ const EPS: f64 = 1e-6;
 /// A layer of latent attention.
 #[derive(Debug, Clone)]
 pub(crate) struct LatentAttention {
-    /// The projection to the latent of the queries and the norm of that latent. `None` if queries have no latent.
+    /// The projection to the latent of the queries, and the norm of this latent. `None` if queries are computed without
+    /// a latent.
     short: Option<(Linear, RmsNorm)>,
     queries: Linear,
     kv_a_proj_with_mqa: Linear,

@@ -1,5 +1,5 @@
-//! Upper limits of a model's extents. No model in use reaches them, and they are small enough that sizes derived from
-//! them do not overflow.
+//! Upper limits of a model's extents. Models in use stay far below these limits, and sizes that are computed from
+//! extents within the limits do not overflow.
 
 use gapless_engine::{Error, Result};
 
@@ -9,7 +9,7 @@ pub const MAX_LAYERS: usize = 4096;
 pub const MAX_WIDTH: usize = 1 << 20;
 /// The greatest width of a feed-forward layer.
 pub const MAX_HIDDEN: usize = 1 << 22;
-/// The greatest number of tokens in a vocabulary, and of positions.
+/// The greatest number of tokens in a vocabulary, and the greatest number of positions.
 pub const MAX_TOKENS: usize = 1 << 28;
 /// The greatest number of parameters: 2⁴⁸ f32 elements take a petabyte.
 pub const MAX_ELEMENTS: u128 = 1 << 48;

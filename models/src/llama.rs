@@ -49,14 +49,14 @@ pub struct LlamaConfig {
     /// Whether the head shares its weight with the embedding.
     pub tied: bool,
     /// The maximum number of tokens that a token attends to, including itself (Mistral, arXiv 2310.06825, section 2).
-    /// Without it, a token attends to all earlier tokens.
+    /// If it is missing, a token attends to all earlier tokens.
     pub sliding_window: Option<usize>,
     /// The layers that have full attention although the model has a sliding window.
     pub full_layers: Vec<usize>,
-    /// The base of the rotary frequencies in layers with a sliding window. If it is set, the frequencies of these
-    /// layers are not scaled by `rope_scaling`. If not, these layers use the same frequencies as the others.
+    /// The base of the rotary frequencies in layers with a sliding window. If it is set, `rope_scaling` does not apply
+    /// to these layers. If it is missing, these layers have the same frequencies as the others.
     pub window_rope_theta: Option<f64>,
-    /// A token whose embedding row gets no gradient when the token is looked up.
+    /// The padding token. Looking it up gives its embedding row no gradient.
     pub padding: Option<u32>,
     /// The activation function of the gate in the feed-forward layer.
     pub activation: GateActivation,
@@ -64,7 +64,7 @@ pub struct LlamaConfig {
     pub offset_norms: bool,
     /// Whether the embedding is multiplied by the square root of the width (Gemma).
     pub scaled_embedding: bool,
-    /// The value by whose square root attention scores are divided. The default is the width of a head.
+    /// Attention scores are divided by the square root of this value. The default is the width of a head.
     pub query_scale: Option<f64>,
     /// The cap of attention scores: a score s is replaced by cap · tanh(s / cap) (Gemma 2, arXiv 2408.00118, section
     /// 2).
@@ -201,7 +201,7 @@ impl LlamaConfig {
         3 * self.width * self.hidden + usize::from(self.mlp_bias) * (2 * self.hidden + self.width)
     }
 
-    /// Returns the head. A tied head uses the embedding's table; any other head's weight is declared.
+    /// Returns the head. A tied head shares the table of the embedding. For any other head, declares a weight.
     pub(crate) fn head(&self, embedding: &Embedding, vb: VarBuilder) -> Result<Linear> {
         match self.tied {
             true => Ok(Linear::new(embedding.embeddings().clone(), None, vb.prefix())),
@@ -226,7 +226,7 @@ impl LlamaConfig {
         if self.scaled_embedding { x.affine((self.width as f64).sqrt(), 0.0) } else { Ok(x) }
     }
 
-    /// Returns the logits for hidden states `x`, capped if the configuration says so.
+    /// Returns the logits for the hidden states `x`. If `logit_cap` is set, the logits are capped.
     pub(crate) fn logits(&self, head: &Linear, x: &Tensor) -> Result<Tensor> {
         let logits = head.forward(x)?;
         self.logit_cap.map_or(Ok(logits.clone()), |cap| logits.cap(cap))
@@ -247,8 +247,8 @@ impl Llama {
     /// Declares the parameters.
     ///
     /// # Errors
-    /// Returns the errors of [`LlamaConfig::check`]. Returns an error if `heads` does not divide the width (unless
-    /// `head_size` is set), or if `kv_heads` does not divide `heads`.
+    /// Returns the errors of [`LlamaConfig::check`]. Returns an error if `head_size` is not set and the width is not a
+    /// multiple of `heads`, or if `heads` is not a multiple of `kv_heads`.
     pub fn new(config: &LlamaConfig, vb: VarBuilder) -> Result<Self> {
         config.check()?;
         let model = vb.pp("model");
@@ -305,7 +305,7 @@ impl Block {
     }
 }
 
-/// The residual connections around a block's attention and feed-forward parts, with their norms.
+/// The norms of a block, with the residual connections around its attention and around its feed-forward layer.
 #[derive(Debug, Clone)]
 pub(crate) struct Residual {
     attention: PartNorms,
@@ -322,7 +322,7 @@ struct PartNorms {
 impl Residual {
     /// Declares the norms, under the block's path.
     pub(crate) fn new(config: &LlamaConfig, vb: &VarBuilder) -> Result<Self> {
-        // The names of the norms before and after the attention, and before and after the feed-forward part.
+        // The names of the norms before and after the attention, and of those before and after the feed-forward layer.
         let (attention, feed_forward) = match config.norms {
             Norms::Before => ((Some("input_layernorm"), None), (Some("post_attention_layernorm"), None)),
             Norms::After => ((None, Some("post_attention_layernorm")), (None, Some("post_feedforward_layernorm"))),
@@ -408,7 +408,7 @@ impl Attention {
             None => (rope_theta, rope_scaling),
         };
         let split = |x: Tensor, heads: usize| x.reshape((b, t, heads, self.head_size));
-        // Splits queries or keys into heads and rotates them. Normalization, if there is one, comes before or after the
+        // Splits queries or keys into heads and rotates them. If they are normalized, this happens before or after the
         // split.
         let rotated = |x: Tensor, heads: usize, norm: Option<&RmsNorm>| {
             let x_bthd = match (norm, qk_norm) {

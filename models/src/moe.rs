@@ -20,17 +20,18 @@ use crate::llama::{Attention, LlamaConfig, Mlp, Residual};
 pub struct MoeConfig {
     /// The settings shared with a Llama. `hidden` is the width of the layers without experts.
     pub llama: LlamaConfig,
-    /// The settings of the router.
+    /// The settings of the routers.
     pub router: RouterConfig,
     /// The hidden width of each expert.
     pub expert_hidden: usize,
     /// The hidden width of the shared expert, which processes every token; 0 means no shared expert.
     pub shared_hidden: usize,
-    /// Whether the shared expert's output is weighted by its own sigmoid gate (Qwen2-MoE).
+    /// Whether the output of the shared expert is multiplied by a sigmoid gate (Qwen2-MoE).
     pub shared_gate: bool,
     /// The layers without experts.
     pub dense_layers: Vec<usize>,
-    /// The settings of multi-head latent attention (DeepSeek). Without them, the model has the attention of a Llama.
+    /// The settings of multi-head latent attention (DeepSeek). If they are missing, the model has the attention of a
+    /// Llama.
     pub latent: Option<LatentConfig>,
 }
 
@@ -67,7 +68,7 @@ pub enum MoeStyle {
 }
 
 impl MoeConfig {
-    /// The settings of Qwen1.5-MoE-A2.7B: 60 small experts, of which a token uses 4, and a shared one.
+    /// The settings of Qwen1.5-MoE-A2.7B: 60 small experts, of which a token uses 4, and a shared expert.
     pub fn qwen1_5_a2_7b() -> Self {
         let llama = LlamaConfig {
             vocabulary: 151_936,
@@ -148,7 +149,7 @@ impl MoeConfig {
     /// Returns an error for the first setting that is outside its limits.
     pub fn check(&self) -> Result<()> {
         self.llama.check()?;
-        // Extents of 0 pass this check. Layers and routers reject them with messages of their own.
+        // An extent of 0 passes this check. The layer or router reports it with a message of its own.
         let checked = Checked::default()
             .extent("router.experts", self.router.experts.max(1), MAX_WIDTH)
             .extent("expert_hidden", self.expert_hidden.max(1), MAX_HIDDEN)
@@ -217,8 +218,8 @@ impl Moe {
     /// Declares the parameters.
     ///
     /// # Errors
-    /// Returns an error if a setting is invalid. Without latent attention, this includes the conditions on heads of
-    /// [`Llama::new`](crate::Llama::new).
+    /// Returns an error if a setting is invalid. If there is no latent attention, also returns the errors of
+    /// [`Llama::new`](crate::Llama::new) about heads.
     pub fn new(config: &MoeConfig, vb: VarBuilder) -> Result<Self> {
         config.check()?;
         let LlamaConfig { width, layers, .. } = config.llama;
@@ -236,7 +237,7 @@ impl Moe {
     }
 
     /// Returns the hidden states that the head turns into logits, [batch, tokens, width], and the terms that the
-    /// routers add to the loss of every token. `None` means no such terms.
+    /// routers add to the loss of every token. The second value is `None` if there are no such terms.
     fn hidden(&self, tokens: &Tensor, train: bool) -> Result<(Tensor, Option<Tensor>)> {
         let mut x = self.config.embed(&self.embed_tokens, tokens)?;
         let mut losses: Option<Tensor> = None;
@@ -348,7 +349,7 @@ impl Sparse {
             0 => None,
             hidden => {
                 let of_shared = LlamaConfig { hidden, ..config.llama.clone() };
-                // In DeepSeek's checkpoints, which are the ones with latent attention, the name is in the plural.
+                // DeepSeek's checkpoints have the name in the plural. They are the only ones with latent attention.
                 let name = if config.latent.is_some() { "shared_experts" } else { "shared_expert" };
                 Some(Mlp::new(&of_shared, vb.pp(name))?)
             }

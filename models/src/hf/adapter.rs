@@ -1,8 +1,8 @@
 //! Adapters in PEFT's format: folders with adapter_config.json and adapter_model.safetensors, read and written.
 //!
-//! In: a folder, or a trainer that has adapters. Out: from a folder, the trained part of a model and the adapters'
-//! values in a trainer's arena; from a trainer, a folder that PEFT reads. Never: an option that is ignored, or the base
-//! model's weights.
+//! In: a folder, or a trainer that has adapters. Out: for a folder, the setting `trainable` and the adapters' values in
+//! a trainer's arena; for a trainer, a folder that PEFT can read. Never: an option that is ignored, or the base model's
+//! weights.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -27,8 +27,8 @@ const BASE: &str = "base_model_name_or_path";
 /// The prefix of every tensor name in PEFT's files.
 const PREFIX: &str = "base_model.model.";
 
-/// Options that do not change any result: internal state of PEFT's objects, and the way in which the base model's
-/// weights are stored.
+/// Options without an effect on results: the internal state of PEFT's objects, and how the base model's weights are
+/// stored.
 const PASSED_OVER: [&str; 7] = [
     "auto_mapping",
     "fan_in_fan_out",
@@ -81,8 +81,8 @@ impl Adapter {
     /// Opens a folder and checks its options. Weights are not read.
     ///
     /// # Errors
-    /// Returns [`HfError::Config`] with every option that is wrong, unsupported or unknown; the errors of
-    /// [`TensorFile::open`]; and [`HfError::NoAdapter`] if there is no weights file.
+    /// Returns [`HfError::Config`], which lists every option that is wrong, unsupported or unknown, and
+    /// [`HfError::NoAdapter`] if there is no weights file. Also returns the errors of [`TensorFile::open`].
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref().to_owned();
         let config = read_object(&path.join(CONFIG))?;
@@ -107,11 +107,12 @@ impl Adapter {
         path.join(CONFIG).is_file()
     }
 
-    /// Returns the folder of the model for which the adapter was trained. A relative path is tried from the adapter's
-    /// folder first, then from the current directory.
+    /// Returns the folder of the model for which the adapter was trained. A relative path is looked up first in the
+    /// adapter's folder, then in the current directory.
     ///
-    /// Returns an error if the adapter's configuration names no base model, if the folder that it names does not exist,
-    /// or if this folder is the adapter's own.
+    /// # Errors
+    /// Returns an error if the adapter's configuration names no base model, if the base model's folder does not exist,
+    /// or if it is the adapter's own folder.
     pub fn base(&self) -> Result<PathBuf> {
         let malformed = |why: String| HfError::Malformed { path: self.path.join(CONFIG), why };
         let Some(base) = &self.base else { return Err(malformed(format!("{BASE} is missing"))) };
@@ -132,11 +133,12 @@ impl Adapter {
     }
 
     /// Fills the adapters of a trainer of `base`. The trainer must have been created with [`Self::trainable`]. A
-    /// pipeline rank reads the adapters of its own stages only.
+    /// pipeline rank reads only the adapters of its own stages.
     ///
     /// # Errors
-    /// Returns [`HfError::Weights`] with every tensor that is missing, superfluous, or of a wrong shape or type.
-    /// Returns an error if the trainer's adapters have another scale than this adapter, or if an element is not finite.
+    /// Returns [`HfError::Weights`], which lists every tensor that is missing, superfluous, or of a wrong shape or
+    /// type. Returns an error if the trainer's adapters have another scale than this adapter, or if an element is not
+    /// finite. After an error, some of the trainer's adapters may have been filled.
     pub fn load(&self, base: &Folder, trainer: &mut Trainer) -> Result<()> {
         let lora = of_trainer(trainer)?;
         if lora.scale() != self.lora.scale() {
@@ -232,14 +234,14 @@ impl Folder {
     /// exist. ([`Self::save`] saves the model with the adapters merged into its weights.)
     ///
     /// # Errors
-    /// Returns [`HfError::Exists`] if `out` is not empty, an error if the trainer has no adapters, and an error if a
-    /// file cannot be written. After an error, no incomplete folder is left.
+    /// Returns [`HfError::Exists`] if `out` is not empty. Returns an error if the trainer has no adapters, or if a file
+    /// cannot be written. After an error, no incomplete folder is left.
     pub fn save_adapter(&self, trainer: &Trainer, out: impl AsRef<Path>) -> Result<()> {
         let lora = of_trainer(trainer)?;
         let config = json!({
             "alpha_pattern": {},
             "bias": "none",
-            // PEFT sets this for GPT-2's layers, whose weights are stored transposed.
+            // PEFT sets this option for GPT-2, whose linear layers are stored transposed.
             "fan_in_fan_out": self.config.is_gpt2(),
             "inference_mode": true,
             "init_lora_weights": true,
@@ -260,7 +262,7 @@ impl Folder {
     }
 }
 
-/// The parameter and the shape of each of an adapter's tensors, by the name under which the tensor is stored.
+/// For each stored tensor of an adapter, by its stored name: the name of the parameter, and the shape of the tensor.
 type Adapters = BTreeMap<String, (String, Vec<usize>)>;
 
 fn adapters(base: &Folder, trainable: &Trainable) -> Result<Adapters> {
@@ -365,8 +367,9 @@ fn targets(fields: &mut Fields) -> Vec<String> {
     })
 }
 
-/// Checks `init_lora_weights`, the method that set the adapters' initial values. The method has no effect after
-/// training. Methods that also changed the base model's weights are refused.
+/// Checks `init_lora_weights`, the method that set the adapters' initial values. These values no longer matter after
+/// training. A method that also changed the base model's weights is a problem, because this folder does not hold the
+/// changed weights.
 fn initial_values(fields: &mut Fields) {
     if let Some(found) = fields.take("init_lora_weights")
         && !found.is_boolean()

@@ -80,8 +80,8 @@ impl Config {
     /// Reads and checks a config.json. `path` is the file or its folder.
     ///
     /// # Errors
-    /// Returns [`HfError::Config`] with every option that is wrong, unsupported or unknown, and an error if the file is
-    /// not valid JSON.
+    /// Returns [`HfError::Config`], which lists every option that is wrong, unsupported or unknown. Returns an error if
+    /// the file is not valid JSON.
     pub fn read(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
         let path = if path.is_dir() { path.join("config.json") } else { path.to_owned() };
@@ -132,7 +132,8 @@ impl Config {
         self.parameters.iter().map(|(name, shape)| (name.as_str(), shape.as_slice()))
     }
 
-    /// Names and shapes of all parameters of a model that is trained as `trainable` says, including its adapters.
+    /// Returns the names and shapes of all parameters of the model, including those of the adapters that `trainable`
+    /// adds.
     pub(super) fn declared(&self, trainable: &Trainable) -> Result<Vec<(String, Vec<usize>)>> {
         parameters(&self.architecture, trainable)
     }
@@ -150,14 +151,14 @@ impl Config {
         }
     }
 
-    /// The greatest sequence length, in tokens, for which the model was trained. `None` if the file does not give it. A
-    /// model with rotary positions accepts longer sequences, but its predictions get worse.
+    /// Returns the greatest sequence length, in tokens, for which the model was trained, or `None` if the file does not
+    /// give this length. A model with rotary positions accepts longer sequences, but its predictions get worse.
     pub fn trained_positions(&self) -> Option<usize> {
         self.positions
     }
 
-    /// The greatest sequence length, in tokens, that the model accepts. `None` means no limit: only models with learned
-    /// position embeddings have one.
+    /// Returns the greatest sequence length, in tokens, that the model accepts. Returns `None` if there is no limit.
+    /// Only models with learned position embeddings have a limit.
     pub fn longest_sequence(&self) -> Option<usize> {
         match &self.architecture {
             Architecture::Gpt(config) => Some(config.sequence),
@@ -188,7 +189,7 @@ impl Config {
         matches!(self.architecture, Architecture::Gpt(_))
     }
 
-    /// Returns the name of the embedding to which the head is tied. `None` if the head has a weight of its own.
+    /// Returns the name of the embedding to which the head is tied, or `None` if the head has a weight of its own.
     pub(super) fn tied_to(&self) -> Option<&'static str> {
         match &self.architecture {
             Architecture::Gpt(config) => config.tied.then_some("wte.weight"),

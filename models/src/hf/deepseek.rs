@@ -48,8 +48,8 @@ pub(super) fn take(fields: &mut Fields) -> MoeConfig {
     }
 }
 
-/// Returns the range of layers that follow the model's own and predict further tokens. They are left out of the model,
-/// as in transformers.
+/// Returns the range of the layers after the model's own layers, which predict further tokens. They are left out of the
+/// model, as in transformers.
 pub(super) fn unread_layers(fields: &mut Fields, layers: usize) -> Range<usize> {
     let name = ["num_nextn_predict_layers", "num_mtp_layers"].into_iter().find(|name| fields.peek(name).is_some());
     layers..layers + name.map_or(0, |name| fields.count(name, Some(0), 0..=4096))
@@ -57,7 +57,7 @@ pub(super) fn unread_layers(fields: &mut Fields, layers: usize) -> Range<usize> 
 
 fn latent(fields: &mut Fields) -> LatentConfig {
     let LatentConfig { kv_rank, plain_size, rotated_size, value_size, .. } = LatentConfig::default();
-    // Null does not mean the default: it means that queries are computed without a latent.
+    // If the option is null, queries are computed without a latent. Only a missing option has the default.
     let is_whole = fields.has("q_lora_rank") && fields.peek("q_lora_rank").is_none();
     let query_rank = (!is_whole).then(|| fields.count("q_lora_rank", Some(1536), SIZE));
     let rotated_size = fields.count("qk_rope_head_dim", Some(rotated_size), 1..=1 << 16);

@@ -93,7 +93,7 @@ pub enum WeightProblem {
     Untied { name: String, other: String },
 }
 
-/// The number of problems that a message lists. The error's list holds all of them.
+/// The maximum number of problems that a message lists. The field `problems` holds all of them.
 const SHOWN: usize = 40;
 
 fn listed<T: Display>(problems: &[T]) -> String {

@@ -1,7 +1,7 @@
 //! The options of a config.json, which are read one by one.
 //!
-//! In: a JSON object. Out: checked values, and in the end every problem. Never: an option that is silently skipped
-//! because it was not read.
+//! In: a JSON object. Out: checked values, and in the end every problem. Never: an option that is silently skipped; an
+//! option that was not read is a problem.
 
 use std::io::Read;
 use std::ops::RangeInclusive;
@@ -34,18 +34,18 @@ impl Fields {
         self.left.contains_key(field)
     }
 
-    /// Returns the option without removing it; `None` if it is missing or null.
+    /// Returns the option without removing it, or `None` if it is missing or null.
     pub fn peek(&self, field: &str) -> Option<&Value> {
         self.left.get(field).filter(|value| !value.is_null())
     }
 
-    /// Removes and returns the option; `None` if it is missing or null.
+    /// Removes and returns the option. Returns `None` if it is missing or null.
     pub fn take(&mut self, field: &str) -> Option<Value> {
         self.left.remove(field).filter(|value| !value.is_null())
     }
 
-    /// Removes an option whose value is an object, and returns that object's options. `None` if the option is missing
-    /// or null, or if its value is not an object, which is recorded as a problem.
+    /// Removes an option whose value is an object, and returns that object's options. Returns `None` if the option is
+    /// missing or null, or if its value is not an object. A value that is not an object is recorded as a problem.
     pub fn object(&mut self, field: &str) -> Option<Self> {
         match self.take(field)? {
             Value::Object(options) => Some(Self::new(options, &format!("{}{field}.", self.path))),
@@ -56,8 +56,8 @@ impl Fields {
         }
     }
 
-    /// Reads an integer. A value outside `within`, and a missing option without a default, are recorded as problems;
-    /// the result is then the lower bound.
+    /// Reads an integer. If the value is outside `within`, or if the option is missing and has no default, records a
+    /// problem and returns the lower bound of `within`.
     pub fn count(&mut self, field: &str, default: Option<usize>, within: RangeInclusive<usize>) -> usize {
         let Some(value) = self.take(field) else {
             if default.is_none() {
@@ -72,8 +72,8 @@ impl Fields {
         })
     }
 
-    /// Reads a number above 0. Any other value, and a missing option without a default, are recorded as problems; the
-    /// result is then 1.
+    /// Reads a number above 0. For any other value, or if the option is missing and has no default, records a problem
+    /// and returns 1.
     pub fn positive(&mut self, field: &str, default: Option<f64>) -> f64 {
         let Some(value) = self.take(field) else {
             if default.is_none() {
@@ -87,7 +87,7 @@ impl Fields {
         })
     }
 
-    /// Reads a number above 0 like [`Self::positive`]; `None` if the option is missing or null.
+    /// Reads a number above 0 like [`Self::positive`]. Returns `None` if the option is missing or null.
     pub fn optional_positive(&mut self, field: &str) -> Option<f64> {
         let value = self.take(field)?;
         self.left.insert(field.to_owned(), value);
@@ -167,7 +167,7 @@ impl Fields {
         self.problems.push(ConfigProblem::Unsupported { field, found, supported });
     }
 
-    /// Returns all problems. Options that were not read and are not null are problems too.
+    /// Returns all problems. An option that was not read is a problem too, unless its value is null.
     pub fn problems(mut self) -> Vec<ConfigProblem> {
         for (field, value) in std::mem::take(&mut self.left) {
             if !value.is_null() {

@@ -1,4 +1,4 @@
-//! A folder whose config.json and weights match.
+//! Opens a folder of pretrained weights, checks that the weights match the config.json, and loads them into a trainer.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -31,7 +31,7 @@ pub struct Folder {
     pub(super) files: Vec<TensorFile>,
     /// Metadata of the index, if there is one.
     pub(super) metadata: Option<Map<String, Value>>,
-    /// The index in `files` of the file that holds each stored tensor.
+    /// For each stored tensor, the index in `files` of the file that holds it.
     pub(super) places: BTreeMap<String, usize>,
     pub(super) layout: Vec<ParameterLayout>,
 }
@@ -41,9 +41,9 @@ impl Folder {
     /// are not read.
     ///
     /// # Errors
-    /// Returns the errors of [`Config::read`] and [`TensorFile::open`]. Returns [`HfError::Weights`] with every tensor
-    /// that is missing, superfluous or of a wrong type or shape, and an error if the index names files that do not
-    /// exist or are not in this folder.
+    /// Returns the errors of [`Config::read`] and [`TensorFile::open`]. Returns [`HfError::Weights`] that lists every
+    /// tensor that is missing, superfluous, or of a wrong type or shape. Returns an error if the index names a file
+    /// that does not exist or is not in this folder.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref().to_owned();
         let config = Config::read(path.join("config.json"))?;
@@ -82,9 +82,9 @@ impl Folder {
         self.config.model(vb)
     }
 
-    /// Fills the parameters of a trainer of [`Self::model`]. Parameters are read one after another, so that at most one
-    /// is in memory besides the arena. A pipeline rank reads the parameters of its own stages only. Adapters keep their
-    /// values; [`Adapter::load`](super::Adapter::load) fills them.
+    /// Fills the parameters of a trainer of [`Self::model`]. Parameters are read one by one, so at most one is in
+    /// memory besides the arena. A pipeline rank reads only the parameters of its own stages. Adapters are left
+    /// unchanged; [`Adapter::load`](super::Adapter::load) fills them.
     ///
     /// # Errors
     /// Returns an error if a file cannot be read, if an element is not finite, if the trainer is of another model, or
@@ -113,14 +113,15 @@ impl Folder {
         Ok(())
     }
 
-    /// Returns the file of a stored tensor, and the tensor's entry in the file's header. `None` if no file has this
-    /// tensor.
+    /// Returns the file of a stored tensor, and the tensor's entry in the header of this file. Returns `None` if no
+    /// file has this tensor.
     pub(super) fn find(&self, stored: &str) -> Option<(&TensorFile, &TensorInfo)> {
         let file = &self.files[*self.places.get(stored)?];
         Some((file, file.info(stored)?))
     }
 
-    /// Reads the elements of a piece, transposed if the piece is, and appends them to `elements`.
+    /// Reads the elements of a piece and appends them to `elements`. If the piece is stored transposed, the elements
+    /// are transposed first.
     fn read(&self, piece: &StoredRange, elements: &mut Vec<f32>) -> Result<()> {
         let (file, _) = self.find(&piece.stored).expect("every piece was found when the folder was opened");
         let (first, count) = (piece.elements.start, piece.elements.len());
@@ -136,8 +137,8 @@ impl Folder {
         })
     }
 
-    /// Checks the names, shapes and types of the stored tensors against the configuration, and appends what is wrong to
-    /// `problems`.
+    /// Checks the names, shapes and types of the stored tensors against the configuration, and appends every mismatch
+    /// to `problems`.
     fn compare(&self, problems: &mut Vec<WeightProblem>) {
         let mut used = BTreeSet::new();
         for piece in self.layout.iter().flat_map(|placed| &placed.pieces) {
@@ -167,7 +168,8 @@ impl Folder {
         }
     }
 
-    /// Checks that a head that is tied, and whose weight is stored nevertheless, is bit-identical to the embedding.
+    /// If the head is tied to the embedding but its weight is stored nevertheless, checks that this weight is
+    /// bit-identical to the embedding.
     fn check_tied(&self) -> Result<()> {
         let Some((parameter, (file, head))) = self.config.tied_to().zip(self.find(HEAD)) else { return Ok(()) };
         let (other, embedding_file, embedding) = self.tied(parameter);

@@ -1,5 +1,5 @@
-//! The generation settings of a folder: its generation_config.json or, without one, the same options in its
-//! config.json.
+//! The generation settings of a folder: the options in its generation_config.json. If there is no such file, the same
+//! options are read from its config.json.
 
 use std::path::{Path, PathBuf};
 
@@ -21,10 +21,10 @@ pub struct GenerationConfig {
     pub max_new_tokens: Option<usize>,
     /// The greatest number of tokens of prompt and generated text together. `max_new_tokens` takes precedence.
     pub max_length: Option<usize>,
-    /// Minimum number of tokens to add: before that, no token of `stop` is chosen.
+    /// Minimum number of tokens to add. Until this number is reached, no token of `stop` is chosen.
     pub min_new_tokens: Option<usize>,
-    /// Minimum number of tokens including the prompt: before that, no token of `stop` is chosen. `min_new_tokens` takes
-    /// precedence.
+    /// Minimum number of tokens including the prompt. Until this number is reached, no token of `stop` is chosen.
+    /// `min_new_tokens` takes precedence.
     pub min_length: Option<usize>,
     /// True if tokens are sampled at random; if false, the likeliest token is chosen.
     pub do_sample: bool,
@@ -61,8 +61,8 @@ const FOLLOWED: [&str; 19] = [
     "typical_p",
 ];
 
-/// Unsupported options. The number, if there is one, is the value at which the option has no effect. Null, false and
-/// empty values switch any option off.
+/// Unsupported options. If a number is given, the option has no effect at that value. Null, false and empty values
+/// switch any option off.
 const NOT_FOLLOWED: [(&str, Option<f64>); 21] = [
     ("constraints", None),
     ("diversity_penalty", Some(0.0)),
@@ -128,8 +128,8 @@ const WITHOUT_EFFECT: [&str; 36] = [
     "use_mtp",
 ];
 
-/// The `max_length` in a config.json into which an older transformers wrote every default. It is not a limit that was
-/// chosen for the model.
+/// The default `max_length` of older versions of transformers, which wrote all defaults into config.json. There, this
+/// value is not a limit chosen for the model, and is ignored.
 const DUMPED_MAX_LENGTH: usize = 20;
 
 /// True if this is the name of a generation option.
@@ -162,8 +162,8 @@ impl GenerationConfig {
         options.take(is_own)
     }
 
-    /// Returns the settings that transformers' `generate` would use for a prompt of `prompt` tokens. Stop strings are
-    /// not included. If the folder gives no limit, at most 200 tokens are generated.
+    /// Returns the settings that transformers' `generate` would use for a prompt of `prompt` tokens. The result does
+    /// not include stop strings. If the folder gives no limit, at most 200 tokens are generated.
     pub fn options(&self, prompt: usize) -> GenerateOptions {
         let default = GenerateOptions::default();
         GenerateOptions {
@@ -201,7 +201,8 @@ struct Options {
 impl Options {
     fn take(mut self, is_own: bool) -> Result<GenerationConfig> {
         let top_k = self.number("top_k", 50.0)?.max(0.0) as usize;
-        // A `top_p` of 0 leaves only the likeliest token. The smallest positive value does the same.
+        // In transformers, a `top_p` of 0 leaves only the likeliest token. The smallest positive value has the same
+        // effect here.
         let top_p = self.number("top_p", 1.0)?.min(1.0);
         let top_p = if top_p == 0.0 { f32::MIN_POSITIVE } else { top_p };
         let max_length = self.count("max_length")?;
@@ -239,7 +240,7 @@ impl Options {
         Ok(GenerationConfig { not_followed, ..config })
     }
 
-    /// Removes an option and parses it; `None` if it is missing or null.
+    /// Removes an option and parses its value. Returns `None` if the option is missing or null.
     fn parsed<T>(&mut self, option: &str, parse: impl Fn(&Value) -> Option<T>) -> Result<Option<T>> {
         let Some(found) = self.left.remove(option).filter(|value| !value.is_null()) else { return Ok(None) };
         let wrong = || {

@@ -1,5 +1,5 @@
-//! GPT-2. The weights of its linear layers are stored transposed, and its published files lack the prefix
-//! `transformer.`.
+//! GPT-2. The weights of linear layers are stored transposed. Published files of GPT-2 lack the prefix `transformer.`
+//! of tensor names.
 
 use super::fields::Fields;
 use crate::{Activation, GptConfig};
@@ -32,8 +32,8 @@ pub(super) fn take(fields: &mut Fields) -> GptConfig {
     {
         fields.require(field, supported);
     }
-    // The names that other model families use for these settings. If a GPT-2 file has such an option too, the value
-    // must equal that of GPT-2's own option.
+    // Other model families have these names for the same settings. If a GPT-2 file has such an option too, it must have
+    // the value of GPT-2's own option.
     for (field, value) in [
         ("hidden_size", width),
         ("max_position_embeddings", config.sequence),
@@ -47,7 +47,7 @@ pub(super) fn take(fields: &mut Fields) -> GptConfig {
     config
 }
 
-/// Returns the stored name of a parameter, and true if it is stored transposed.
+/// Returns the stored name of a parameter, and true if the parameter is stored transposed.
 pub(super) fn stored(parameter: &str, prefix: &str) -> (String, bool) {
     let is_transposed = ["c_attn.weight", "c_proj.weight", "c_fc.weight"].iter().any(|end| parameter.ends_with(end));
     let prefix = if parameter == super::HEAD { "" } else { prefix };

@@ -1,8 +1,8 @@
-//! Options of a config.json that may occur in any model family and have no effect here: metadata with any value, and
-//! features of other models that are switched off.
+//! Options of a config.json that may occur in any model family and do not affect the model: metadata, whose values do
+//! not matter, and unsupported features, which must be switched off.
 //!
-//! In: the options that a family has not read. Out: the options that are not known here either, and a problem for each
-//! unsupported feature that is switched on. Never: an option that is skipped because it is unknown.
+//! In: the options that a model family has not read. Out: those that this module does not list either, and a problem
+//! for each unsupported feature that is switched on. Never: an option that is skipped because it is unknown.
 
 use serde_json::{Value, json};
 
@@ -10,7 +10,7 @@ use super::fields::Fields;
 use super::generation;
 
 /// Options whose value does not matter: names, stored types, initialization settings, dropout (which is not applied),
-/// labels, lengths that are not limits, and implementation choices of other programs.
+/// labels, lengths that do not limit the model, and implementation choices of other programs.
 const METADATA: [&str; 63] = [
     "attn_implementation",
     "auto_map",
@@ -83,7 +83,7 @@ const METADATA_PREFIXES: [&str; 2] = ["_", "unsloth_"];
 /// Suffixes of options for special tokens and dropout.
 const METADATA_SUFFIXES: [&str; 6] = ["_token_id", "_token_ids", "_token_index", "_pdrop", "_dropout", "_dropout_prob"];
 
-/// Features that are unsupported, or supported only in some families. Elsewhere, they must be switched off.
+/// Features that are unsupported, or supported only in some families. They must be switched off in all other families.
 const OFF: [&str; 31] = [
     "add_bias_linear",
     "add_cross_attention",
@@ -118,7 +118,7 @@ const OFF: [&str; 31] = [
     "use_qkv_bias",
 ];
 
-/// Options with the value at which they have no effect, where that value is not null, false or empty.
+/// Returns the options that have no effect at a value other than null, false or empty, each with this value.
 fn neutral() -> [(&'static str, Value); 18] {
     [
         ("embedding_multiplier", json!(1.0)),
@@ -168,8 +168,8 @@ fn is_base(name: &str) -> bool {
     })
 }
 
-/// Checks that the model predicts the next token. Models for other tasks have other heads and are refused. A base
-/// model, which is stored without a head, is accepted, because its head may be tied to the embedding.
+/// Checks that the model predicts the next token. Models for other tasks have other heads and are refused. A base model
+/// is stored without a head. It is accepted, because the head may be tied to the embedding.
 fn architectures(fields: &mut Fields) {
     let Some(found) = fields.take("architectures") else { return };
     let names: Vec<&str> = found.as_array().into_iter().flatten().filter_map(Value::as_str).collect();

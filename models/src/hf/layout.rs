@@ -1,4 +1,4 @@
-//! The location of a model's parameters in its files.
+//! The location of a model's parameters in its weight files.
 //!
 //! In: the parameters of a configuration, and the names in the files. Out: for every parameter, the ranges of stored
 //! tensors that make it up, in order. Never: the values of elements.
@@ -63,8 +63,8 @@ fn dense(parameter: &str, stored: &BTreeSet<&str>) -> String {
     if stored.contains(other.as_str()) { other } else { parameter.to_owned() }
 }
 
-/// Splits the name of a parameter that holds all experts into the layer's path and the projection. `None` for any other
-/// parameter.
+/// Splits the name of a parameter that holds the weights of all experts into the path of the layer and the projection.
+/// Returns `None` for any other parameter.
 fn expert_part(parameter: &str) -> Option<(&str, &str)> {
     parameter.split_once(".mlp.experts.")
 }
@@ -76,7 +76,7 @@ fn experts(layer: &str, part: &str, shape: &[usize], stored: &BTreeSet<&str>) ->
         if part == "down_proj" {
             return vec![whole(fused(part), shape.to_vec())];
         }
-        // In each expert's stored rows, the gate projection's rows precede the up projection's.
+        // For each expert, the rows of the gate projection are stored before the rows of the up projection.
         let first = if part == "gate_proj" { 0 } else { each };
         let piece_of = |expert: usize| {
             let begin = 2 * each * expert + first;

@@ -7,13 +7,13 @@ use super::rope;
 use super::window::{self, WindowedLayers};
 use crate::{GateActivation, LlamaConfig, Norms, QkNorm};
 
-/// The allowed range of a width or of a number of heads.
+/// The allowed range of widths and of numbers of heads.
 pub(super) const SIZE: RangeInclusive<usize> = 1..=1 << 20;
 
 /// The defaults and peculiarities of a family of models.
 pub(super) struct Family {
     pub rope_theta: f64,
-    /// Rotary base of layers with a sliding window. `None` means the same base as in the other layers.
+    /// Default rotary base of layers with a sliding window. `None` means the base of the other layers.
     pub local_rope_theta: Option<f64>,
     pub rms_norm_eps: f64,
     /// Default number of key-value heads. `None` means as many as query heads.
@@ -25,7 +25,7 @@ pub(super) struct Family {
     pub norms: Norms,
     pub window: WindowedLayers,
     pub activation: GateActivation,
-    /// Padding token if the option is missing. `None` means that there is none.
+    /// Default padding token. `None` means that there is no padding token by default.
     pub padding: Option<u32>,
     /// True if the head is tied by default.
     pub tied: bool,
@@ -34,12 +34,12 @@ pub(super) struct Family {
 /// The projections of the attention that have biases.
 pub(super) enum Biases {
     Never,
-    /// The query, key and value projections, unless the family's `option` switches the biases off. The option is on by
-    /// default.
+    /// The query, key and value projections have biases. If the family has an `option`, it can switch the biases off;
+    /// its default is on.
     Qkv {
         option: Option<&'static str>,
     },
-    /// All four projections, if the option `attention_bias` is on.
+    /// All four projections have biases if the option `attention_bias` is on, and none has if it is off.
     All,
 }
 

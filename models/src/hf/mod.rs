@@ -3,7 +3,7 @@
 //!
 //! In: a folder with config.json and safetensors files. Out: a model, its weights in a trainer's arena, and after
 //! training a folder with the same names, types and files. Never: an option or a tensor that is silently ignored, or
-//! more than one converted tensor in memory besides the arena.
+//! more than one converted tensor at a time in memory besides the arena.
 //!
 //! ```no_run
 //! use gapless_engine::{StepOptions, Trainer};
@@ -51,5 +51,5 @@ pub use generation::GenerationConfig;
 pub use stop::StopStrings;
 pub use tensors::{Dtype, TensorFile};
 
-/// The stored name of the head's weight, if the head is not tied.
+/// The stored name of the head's weight. A tied head usually has no stored weight.
 const HEAD: &str = "lm_head.weight";

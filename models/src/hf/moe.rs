@@ -50,7 +50,7 @@ pub(super) fn qwen3(fields: &mut Fields) -> MoeConfig {
     let family = Family { kv_heads: Some(4), head_size: None, window: WindowedLayers::AllIfUsed, ..Family::QWEN3 };
     let llama = llama::take(fields, &family);
     let renormalise = fields.flag("norm_topk_prob", false);
-    // The option has this name in some files and the other in the rest.
+    // Some files have the option `num_experts`, and others have `num_local_experts` instead.
     let experts = if fields.has("num_experts") { "num_experts" } else { "num_local_experts" };
     let experts = fields.count(experts, Some(128), 1..=EXPERTS);
     fields.require("num_local_experts", experts);
@@ -66,7 +66,7 @@ pub(super) fn qwen3(fields: &mut Fields) -> MoeConfig {
 /// Reads the settings of a router with softmax scores.
 pub(super) fn router(fields: &mut Fields, experts: usize, top_k: usize, renormalise: bool) -> RouterConfig {
     let top_k = fields.count("num_experts_per_tok", Some(top_k.min(experts)), 1..=experts);
-    // In transformers, this option adds a balance loss that differs from the one of gapless.
+    // In transformers, this option adds a balance loss that differs from gapless's balance loss.
     fields.require("output_router_logits", false);
     RouterConfig { experts, top_k, renormalise, balance_loss: 0.0, ..RouterConfig::default() }
 }

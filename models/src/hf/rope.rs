@@ -1,5 +1,4 @@
-//! Settings of rotary positions. Files have them in one of two styles: `rope_parameters`, or `rope_theta` with
-//! `rope_scaling`.
+//! Settings of rotary positions. A file has either `rope_parameters`, or `rope_theta` and optionally `rope_scaling`.
 
 use gapless_engine::ops::RopeScaling;
 
@@ -8,7 +7,7 @@ use crate::LlamaConfig;
 
 /// Reads the rotary base and scaling into `config`. The scaling depends on `head_size`, the width of a head.
 pub(super) fn take(fields: &mut Fields, config: &mut LlamaConfig, head_size: usize) {
-    // Files have `partial_rotary_factor` either here or inside the options of the scaling.
+    // `partial_rotary_factor` may be here or among the options of the scaling.
     fields.require("partial_rotary_factor", 1.0);
     let positions = fields.count("max_position_embeddings", Some(2048), 1..=1 << 40) as f64;
     config.rope_theta = fields.positive("rope_theta", Some(config.rope_theta));
@@ -28,8 +27,8 @@ pub(super) fn take(fields: &mut Fields, config: &mut LlamaConfig, head_size: usi
     }
 }
 
-/// Reads the rotary settings of the layers with a sliding window, and returns the options of the layers with full
-/// attention.
+/// Reads the rotary settings of the layers with a sliding window. Returns the options of the layers with full
+/// attention, or `None` if there are none.
 fn by_layer_type(fields: &mut Fields, config: &mut LlamaConfig, mut both: Fields) -> Option<Fields> {
     if let Some(mut sliding) = both.object("sliding_attention") {
         config.window_rope_theta = Some(sliding.positive("rope_theta", config.window_rope_theta));
@@ -62,7 +61,7 @@ fn scaling(fields: &mut Fields, theta: f64, head_size: usize, positions: f64) ->
             RopeScaling::Llama3 { factor, low, high, original }
         }
         "yarn" => yarn(fields, theta, head_size, positions),
-        // The default kind does not scale, so these options of the other kinds have no effect.
+        // The kind `default` does not scale, so options of the other kinds have no effect.
         _ => {
             fields.ignore(&["factor", "original_max_position_embeddings"]);
             RopeScaling::None
@@ -77,7 +76,7 @@ fn yarn(fields: &mut Fields, theta: f64, head_size: usize, positions: f64) -> Ro
     let whole = fields.flag("truncate", true);
     let mut scaling = RopeScaling::yarn(factor, turns, original, theta, head_size, whole);
     let given = fields.has("attention_factor").then(|| fields.positive("attention_factor", Some(0.0)));
-    // DeepSeek gives the amplitude as two settings: it is the factor for `mscale` divided by the factor for
+    // DeepSeek has two options for the amplitude, which is the factor for `mscale` divided by the factor for
     // `mscale_all_dim`.
     let parts = fields.take("mscale").zip(fields.take("mscale_all_dim"));
     let parts =

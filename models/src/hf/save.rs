@@ -24,10 +24,10 @@ use super::tensors::narrow;
 /// Number of elements that are converted at a time.
 const CONVERTED: usize = 1 << 18;
 
-/// Files that do not depend on the weights. Those that exist are copied unchanged.
+/// Files that do not depend on the weights. The files of this list that exist are copied unchanged.
 const COPIED: [&str; 2] = ["config.json", "generation_config.json"];
 
-/// Files of a tokenizer. Those that exist are copied unchanged.
+/// Files of a tokenizer. The files of this list that exist are copied unchanged.
 const TOKENIZER: [&str; 9] = [
     "added_tokens.json",
     "chat_template.jinja",
@@ -49,12 +49,12 @@ impl Folder {
     /// those of this folder. Adapters are merged into the weights of their layers; [`Self::save_adapter`] saves them
     /// separately.
     ///
-    /// Without `max_shard_size`, the tensors are divided into files as in this folder. With it, each file holds at most
-    /// that many bytes of tensors; a larger tensor has a file of its own.
+    /// If `max_shard_size` is given, each file holds at most this number of bytes of tensors, and a larger tensor has a
+    /// file of its own. If it is `None`, the tensors are divided into files as in this folder.
     ///
     /// # Errors
-    /// Returns [`HfError::Exists`] if `out` is not empty, and an error if a file cannot be read or written. After an
-    /// error, no incomplete folder is left.
+    /// Returns [`HfError::Exists`] if `out` is not empty. Returns an error if a file cannot be read or written. After
+    /// an error, no incomplete folder is left.
     pub fn save(&self, trainer: &Trainer, out: impl AsRef<Path>, max_shard_size: Option<u64>) -> Result<()> {
         write_then_rename(out.as_ref(), |partial| self.write_into(trainer, partial, max_shard_size, &self.path))
     }
@@ -100,7 +100,7 @@ impl Folder {
                 first += piece.elements.len();
             }
         }
-        // A tied head that is stored nevertheless has the elements of the embedding.
+        // If a tied head is stored nevertheless, it has the elements of the embedding.
         let tied = self.layout.iter().find(|placed| Some(placed.parameter.as_str()) == self.config.tied_to());
         if let Some(placed) = tied {
             origins.insert(HEAD, vec![(&placed.parameter, 0, &placed.pieces[0])]);
@@ -164,7 +164,7 @@ impl Folder {
         path: &Path,
     ) -> Result<()> {
         let failed = write_error(path);
-        // Tensors of the widest type come first, so that every tensor is aligned. Within a type, the order is kept.
+        // Tensors of the widest type come first, so every tensor is aligned. Tensors of the same type keep their order.
         let mut names = names.to_vec();
         names.sort_by_key(|name| std::cmp::Reverse(self.info(name).dtype.bitsize()));
         let mut end = 0;
@@ -236,8 +236,8 @@ impl Folder {
     }
 }
 
-/// Writes a folder under a temporary name next to `out`, then renames it to `out`. If anything fails, the temporary
-/// folder is removed.
+/// Writes a folder under a temporary name next to `out`, then renames it to `out`. If writing or renaming fails, the
+/// temporary folder is removed.
 pub(super) fn write_then_rename(out: &Path, write: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
     if out.exists() && fs::read_dir(out).is_ok_and(|mut entries| entries.next().is_some()) || out.is_file() {
         return Err(HfError::Exists { path: out.to_owned() });
@@ -253,7 +253,7 @@ pub(super) fn write_then_rename(out: &Path, write: impl FnOnce(&Path) -> Result<
     };
     let saved = put();
     if saved.is_err() {
-        // If the removal fails too, the first error is the one to report.
+        // If the removal fails too, the first error is reported.
         let _ = fs::remove_dir_all(&partial);
     }
     saved
@@ -269,8 +269,8 @@ fn free_name_beside(out: &Path) -> PathBuf {
     (0..).map(beside).find(|path| fs::symlink_metadata(path).is_err()).expect("numbers do not end")
 }
 
-/// Returns a parameter's value. If the parameter is the weight W of a layer with an adapter, the adapter is merged into
-/// it: W + scale · B·A.
+/// Returns a parameter's value. If the parameter is the weight W of a layer with an adapter, returns W with the adapter
+/// merged: W + scale · B·A.
 fn merged(trainer: &Trainer, parameter: &str) -> Result<Tensor> {
     let value = trainer.tensor(parameter)?;
     let Trainable::Lora(lora) = &trainer.options().step.trainable else { return Ok(value) };
@@ -291,7 +291,8 @@ pub(super) fn write_error(path: &Path) -> impl Fn(io::Error) -> HfError {
     move |source| HfError::Write { path: path.to_owned(), source }
 }
 
-/// Makes the names of a folder's entries durable. Windows has no such operation and does not need one.
+/// Makes the names of a folder's entries durable, as `fsync` does for a folder. Does nothing on Windows, which has no
+/// such operation and does not need it.
 fn sync_folder(path: &Path) -> io::Result<()> {
     if cfg!(unix) { File::open(path)?.sync_all() } else { Ok(()) }
 }

@@ -1,4 +1,4 @@
-//! Stop strings (`stop_strings`): texts that end generation, also if they begin or end within a token.
+//! Stop strings (`stop_strings`): texts that end generation, even if they begin or end within a token.
 
 use gapless_engine::data::{DataError, Tokenizer};
 
@@ -8,20 +8,20 @@ use gapless_engine::data::{DataError, Tokenizer};
 pub struct StopStrings<'a> {
     tokenizer: &'a Tokenizer,
     strings: &'a [String],
-    /// The last tokens of the text. Their number is one more than the bytes of the longest stop string, because a
-    /// decoder may drop the leading space of the first token.
+    /// The last tokens of the text. The number of tokens is the number of bytes of the longest stop string plus one.
+    /// The additional token is needed because a decoder may drop the leading space of the first token.
     ids: Vec<u32>,
 }
 
 impl<'a> StopStrings<'a> {
-    /// Creates the check for the tokens that follow `prompt`. A stop string may begin in the prompt; a stop string that
-    /// lies entirely in the prompt does not count.
+    /// Creates the check for the tokens that follow `prompt`. A stop string may begin in the prompt, but one that lies
+    /// entirely in the prompt does not count.
     pub fn new(tokenizer: &'a Tokenizer, strings: &'a [String], prompt: &[u32]) -> Self {
         Self { tokenizer, strings, ids: prompt.to_vec() }
     }
 
-    /// Takes the next token, and returns true if it completes one of the stop strings. Special tokens are compared by
-    /// their spelling.
+    /// Appends the next token of the text. Returns true if this token completes one of the stop strings. Special tokens
+    /// are compared by their spelling.
     ///
     /// # Errors
     /// Returns the tokenizer's error if it cannot decode the tokens.

@@ -1,7 +1,7 @@
 //! Tensors in safetensors files, read in pieces.
 //!
 //! In: a file. Out: names, types and shapes of its tensors, and elements as f32 on request. Never: more of a file in
-//! memory than its header and one piece of a tensor.
+//! memory than the header and one piece of a tensor.
 //!
 //! Files are read, not mapped. Mapped pages would count as resident memory, and truncating a mapped file while it is
 //! read would kill the process.
@@ -35,8 +35,8 @@ pub struct TensorFile {
 }
 
 impl TensorFile {
-    /// Opens a file and checks its header. The type of every tensor must be known, its size must match its shape, and
-    /// the tensors must cover the file without gaps or overlap.
+    /// Opens a file and checks its header. Every tensor must have a known type, and a size that matches its shape. The
+    /// tensors must cover the file without gaps or overlap.
     ///
     /// # Errors
     /// Returns [`HfError::Header`] if the header is invalid, or [`HfError::Read`] if the file cannot be read.
@@ -77,7 +77,7 @@ impl TensorFile {
         self.header.tensors().into_iter().map(|(name, info)| (name, info.dtype, info.shape.clone()))
     }
 
-    /// Metadata in the file's header; `None` if the header has none.
+    /// Returns the metadata in the file's header, or `None` if the header has none.
     pub(super) fn metadata(&self) -> Option<HashMap<String, String>> {
         self.header.metadata().clone()
     }
@@ -113,7 +113,7 @@ impl TensorFile {
     }
 
     /// Calls `with` on the elements `first..first + count` of a tensor as f32, in order. Returns an error if an element
-    /// is not finite, but only after all elements have been passed on.
+    /// is not finite, but only after `with` has been called on all elements.
     pub(super) fn read_elements(
         &self,
         name: &str,

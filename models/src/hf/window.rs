@@ -1,6 +1,6 @@
-//! Sliding windows of attention: which layers have one, and its width.
+//! Sliding windows of attention: the layers that have one, and the width of the windows.
 //!
-//! Families read different options. An option that transformers does not read for a family has no effect here either.
+//! Each family reads its own options. An option that transformers does not read for a family has no effect here either.
 
 use serde_json::Value;
 
@@ -15,13 +15,13 @@ pub(super) enum WindowedLayers {
     All(Option<usize>),
     /// All layers, if `use_sliding_window` is on.
     AllIfUsed,
-    /// The layers from `max_window_layers` on, if `use_sliding_window` is on. If the file has `layer_types`, these
-    /// decide instead.
+    /// The layers from `max_window_layers` on, if `use_sliding_window` is on. If the file has `layer_types`, they take
+    /// precedence.
     Last,
-    /// Every second layer below `max_window_layers`, if `use_sliding_window` is on. If the file has `layer_types`,
-    /// these decide instead.
+    /// Every second layer below `max_window_layers`, if `use_sliding_window` is on. If the file has `layer_types`, they
+    /// take precedence.
     Alternate,
-    /// All layers except every `every`th. If the file has `layer_types`, these decide instead.
+    /// All layers except every `every`th. If the file has `layer_types`, they take precedence.
     AllBut { every: usize },
 }
 
@@ -82,7 +82,8 @@ pub(super) fn take(fields: &mut Fields, window: WindowedLayers, layers: usize) -
     (size, full)
 }
 
-/// Reads the window options of a family without sliding windows. A file that switches windows on is refused.
+/// Reads the window options of a family without sliding windows. An option that switches windows on is recorded as a
+/// problem.
 fn never(fields: &mut Fields) {
     if fields.peek("use_sliding_window") == Some(&Value::Bool(false)) {
         fields.ignore(&["sliding_window"]);
@@ -96,8 +97,8 @@ fn never(fields: &mut Fields) {
     }
 }
 
-/// Returns the width of the windows in tokens. If the option is missing, this is `default`; null means that there are
-/// no windows.
+/// Returns the width of the windows in tokens. If the option is missing, returns `default`. If the option is null,
+/// there are no windows, and the result is `None`.
 fn width(fields: &mut Fields, default: Option<usize>) -> Option<usize> {
     if !fields.has("sliding_window") {
         return default;
@@ -109,8 +110,8 @@ fn width(fields: &mut Fields, default: Option<usize>) -> Option<usize> {
 const FULL: &str = "full_attention";
 const SLIDING: &str = "sliding_attention";
 
-/// Returns for each layer whether `layer_types` gives it a sliding window. `None` if the file has no `layer_types`, or
-/// if the value is invalid, which is recorded as a problem.
+/// Returns one entry per layer, which is true if `layer_types` gives the layer a sliding window. Returns `None` if the
+/// file has no `layer_types`, or if the value is invalid. An invalid value is recorded as a problem.
 fn layer_types(fields: &mut Fields, layers: usize) -> Option<Vec<bool>> {
     let types = fields.take("layer_types")?;
     let all: Option<Vec<&str>> = types.as_array().and_then(|types| types.iter().map(Value::as_str).collect());

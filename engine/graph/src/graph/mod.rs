@@ -5,7 +5,8 @@
 //!
 //! View operations (`reshape`, `transpose`, `narrow`, `broadcast_as`) move no data. Their value shares the storage of
 //! another value, its *root*, under a layout. If a node's operation cannot read the strides of an input, a `contiguous`
-//! copy is inserted before it, so that everything after this crate can rely on [`Op::reads_strides`].
+//! copy is inserted before it, so that everything after this crate can rely on
+//! [`Op::reads_strides`](crate::Op::reads_strides).
 
 mod apply;
 mod check;

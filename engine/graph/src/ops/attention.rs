@@ -236,13 +236,15 @@ impl Attention {
         }
     }
 
-    /// Floating-point operations that one product over the visible scores takes per element of a head.
+    /// Returns the number of floating-point operations per element of a head that one product over the visible scores
+    /// takes.
     fn flops_per_element(&self, e: Extents) -> u64 {
         let causal = |queries: usize, keys: usize| queries * (2 * keys - queries + 1) / 2;
         let scores = match (self.causal, self.window) {
             (false, _) => e.queries * e.keys,
             (true, Some(window)) if window < e.keys => {
-                // Subtracts the scores before the window, which form a causal triangle over the later queries.
+                // Subtracts the scores before the window. These scores form a triangle, like those of causal attention
+                // over `behind` queries.
                 let behind = e.queries.min(e.keys - window);
                 causal(e.queries, e.keys) - causal(behind, e.keys - window)
             }
@@ -251,8 +253,8 @@ impl Attention {
         2 * (e.batch * e.heads * scores) as u64
     }
 
-    /// Calls `f` for every query. The arguments are the query's batch index, head and token, the index of the first
-    /// visible key, and the scores of all visible keys.
+    /// Calls `f` for every query. The arguments of `f` are the query's batch index, head and token, the index of the
+    /// first key that the query sees, and the scores of all keys that it sees.
     fn for_each_score(
         &self,
         e: Extents,
@@ -286,7 +288,8 @@ pub(super) fn head_is_dense(layout: &Layout) -> bool {
     layout.stride().last() == Some(&1)
 }
 
-/// Returns the contiguous layout of an input. It is used to size scratch, which depends on the extents alone.
+/// Returns the contiguous layout of an input. Scratch depends on the extents alone, so this layout suffices to compute
+/// its size.
 fn dense(inputs: &[Spec], index: usize) -> Layout {
     Layout::contiguous(inputs[index].shape.clone())
 }

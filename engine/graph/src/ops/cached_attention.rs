@@ -15,7 +15,8 @@ use crate::reference::{Array, Reference};
 ///
 /// - Inputs: q [batch, heads, tokens, head size], the caches k [batch, key-value heads, window, head size] and v
 ///   [batch, key-value heads, window, value size], and `positions` u32 [batch, tokens], consecutive in each sequence.
-/// - Output: [batch, tokens, heads, value size], bit-identical to attention over the whole sequence.
+/// - Output: [batch, tokens, heads, value size], bit-identical to the rows that [`Attention`] over the whole text gives
+///   for the new tokens.
 ///
 /// A token at position p sees rows 0 to p of the cache. With a sliding window, it sees only the last of these rows.
 /// There is no gradient.
@@ -60,7 +61,7 @@ impl Op for CachedAttention {
         Ok(vec![inputs[0].in_shape((batch, tokens, heads, value_size))])
     }
 
-    /// Counts as if every query saw the full window.
+    /// Counts operations as if every query saw the full window.
     fn flops(&self, inputs: &[Spec], _: &[Spec]) -> u64 {
         let (&[batch, heads, tokens, size], value_size) = (inputs[0].dims(), inputs[2].dims()[3]) else { return 0 };
         2 * (batch * heads * tokens * (size + value_size) * inputs[1].dims()[2]) as u64

@@ -10,7 +10,7 @@ use crate::reference::{Array, Reference};
 use crate::tensor::Tensor;
 use crate::{Gradient, Op};
 
-/// Floats, masks or ids, rounded to another type of the [`FLOATS`].
+/// A cast of floats, masks or ids to a type of the [`FLOATS`], with rounding.
 #[derive(Debug, Clone, Copy)]
 pub struct Cast {
     /// Type of the output.
@@ -33,7 +33,7 @@ impl Op for Cast {
     fn gradient(&self, g: &mut Gradient) -> Result<()> {
         let dtype = g.input(0).dtype();
         if !dtype.is_float() {
-            return Ok(()); // Masks and ids are constants to what is made of them.
+            return Ok(()); // Masks and ids have no gradient.
         }
         let [dx] = Tensor::apply_op(Self { dtype }, &[&g.grad(0)])?;
         g.accumulate(0, dx);

@@ -93,8 +93,8 @@ impl Cat {
             let (x, layout) = args.strided::<T>(input);
             let narrow: usize = layout.dims()[self.dim..].iter().product();
             let width = gapless_kernels::cpu::last_extent(layout);
-            // A row is the last dimension of the input. For each index of the dimensions before `dim`, the input has
-            // `rows` of them.
+            // A row consists of the elements along the last dimension of the input. The input has `rows` rows for each
+            // index of the dimensions before `dim`.
             let rows = narrow / width;
             out.pieces_mut(wide.max(1)).enumerate().for_each_in_runs(8, |(outer, out)| {
                 for (row, out) in out[start..start + narrow].chunks_exact_mut(width).enumerate() {

@@ -30,7 +30,8 @@ pub enum Collective {
         /// The ranks that take part.
         group: Group,
     },
-    /// Sum of floats over the batch's ranks, of which each rank keeps its own part: ranks · n elements → n elements.
+    /// Sum of floats over the ranks of [`Group::Batch`], of which each rank keeps its own part: ranks · n elements → n
+    /// elements.
     ReduceScatter {
         /// Number of ranks.
         ranks: usize,
@@ -43,13 +44,13 @@ pub enum Collective {
         ranks: usize,
     },
     /// All-gather into an existing tensor. The inputs are a tensor of ranks · n elements and this rank's part of n
-    /// elements. The output is the tensor, overwritten with the parts of all the batch's ranks.
+    /// elements. The output is the tensor, overwritten with the parts of all ranks of [`Group::Batch`].
     Refill {
         /// Number of ranks.
         ranks: usize,
     },
-    /// Exchange of equal parts between the expert ranks: ranks · n elements → ranks · n elements. Part r of the output
-    /// is the part that expert rank r's input has for this rank.
+    /// Exchange of equal parts between the expert ranks: ranks · n elements → ranks · n elements. On rank i, part r of
+    /// the output is part i of rank r's input.
     AllToAll {
         /// Number of ranks.
         ranks: usize,
@@ -60,11 +61,12 @@ pub enum Collective {
     AllToAllRows {
         /// Number of ranks.
         ranks: usize,
-        /// The greatest number of rows received.
+        /// The maximum number of rows received.
         rows: usize,
-        /// True if the number of rows received is known only while the step runs. If false, the number of rows sent is.
+        /// True if the number of rows received is known only while the step runs, as on the way to the experts. False
+        /// if this holds for the number of rows sent, as on the way back.
         receives_dynamic_rows: bool,
-        /// The number of these rows if all ranks have the same number.
+        /// The number of these rows under balanced routing ([`RowUse::DynamicOutputs`]).
         balanced: usize,
     },
 }
@@ -79,8 +81,8 @@ impl Collective {
         }
     }
 
-    /// Returns the number of ranks for which the collective was recorded. `None` if its shapes do not depend on the
-    /// number of ranks.
+    /// Returns the number of ranks for which the collective was recorded. Returns `None` for [`Self::AllReduce`], whose
+    /// shapes do not depend on the number of ranks.
     pub fn ranks(self) -> Option<usize> {
         match self {
             Self::AllReduce { .. } => None,
@@ -89,8 +91,9 @@ impl Collective {
         }
     }
 
-    /// Returns the request to the communicator for operands at these addresses and of these sizes. For
-    /// [`Self::AllToAll`] and [`Self::AllToAllRows`], `lens` gives the number of bytes to and from each rank.
+    /// Returns the request to the communicator for operands at these addresses and of these sizes in bytes. For
+    /// [`Self::AllToAll`] and [`Self::AllToAllRows`], `lens` gives the number of bytes to send to each rank and to
+    /// receive from each rank. Other collectives do not read `lens`.
     ///
     /// The output of [`Self::AllReduce`] and [`Self::Refill`] is input 0.
     pub fn request(
@@ -208,8 +211,8 @@ impl Op for Collective {
         unreachable!("lowering gives collectives to the communicator");
     }
 
-    /// Returns the result on the first rank for the case that all ranks have the same input. [`Self::AllReduce`] does not
-    /// record the number of ranks, so its result is that of a single rank.
+    /// Returns the result on the first rank if all ranks have the same input. [`Self::AllReduce`] does not record the
+    /// number of ranks, so its result is that of a single rank.
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
         let x = args.input(0);
         match *self {

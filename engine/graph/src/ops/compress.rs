@@ -3,8 +3,8 @@
 //! [`Compress`] stores an 8-bit code per element, and a range per group of [`GROUP`] neighbours. [`Expand`] restores
 //! the tensor. The method is that of Mesa (Pan et al., arXiv 2111.11124, section 3), but with the exact range of each
 //! group instead of running estimates per head. A group's codes stand for 256 evenly spaced values from its smallest to
-//! its greatest element, so the error is at most 1/510 of the group's range. Codes are rounded to the nearest value, so
-//! repeating a step gives the same bits.
+//! its greatest element, so the error is at most 1/510 of the group's range. Elements are rounded to the nearest code,
+//! not at random, so repeating a step gives the same bits.
 //!
 //! A group never spans two entries of the first dimension, so the result does not depend on how a batch is divided into
 //! micro-batches.
@@ -54,7 +54,7 @@ pub fn packed(spec: &Spec) -> [Spec; 2] {
     [codes, Spec::f32((Grouping::of(spec.dims()).groups(spec.elements()), 2))]
 }
 
-/// Computes from x the codes, and the smallest element and the step of each group.
+/// Compresses x. Outputs: the codes, and the smallest element and the step of each group.
 #[derive(Debug, Clone, Copy)]
 pub struct Compress;
 
@@ -110,7 +110,7 @@ fn compress(x: &[f32], codes: &mut [u8]) -> (f32, f32) {
     let step = if step >= LEAST_STEP { step } else { 0.0 };
     let per_step = if step > 0.0 { 1.0 / step } else { 0.0 };
     for (code, &x) in codes.iter_mut().zip(x) {
-        // At most 255.5 plus rounding.
+        // The sum is at most 255.5, apart from rounding.
         *code = ((x - least) * per_step + 0.5) as i32 as u8;
     }
     (least, step)
@@ -179,9 +179,9 @@ mod tests {
     }
 
     generated! {
-        /// The allowed error is half a step, plus f32 roundings of at most 2⁻²⁴ each. Six roundings in computing the
-        /// code (at most 255 steps) and three in expanding the code are relative to the range. The rounding of the
-        /// final sum is relative to the sum.
+        /// The allowed error is half a step, plus f32 roundings of at most 2⁻²⁴ each. Six roundings while the code is
+        /// computed and three while the code is expanded are relative to the range. The rounding of the final sum is
+        /// relative to the sum.
         #[test]
         fn a_number_comes_back_within_half_a_step(x in numbers()) {
             let mut codes = vec![0; x.len()];

@@ -8,8 +8,8 @@ use crate::error::Result;
 use crate::reference::{Array, Reference};
 use crate::{Gradient, Op};
 
-/// A contiguous copy of x, whatever the strides of x are. The builder inserts it before operations that cannot read the
-/// strides.
+/// A contiguous copy of x, whatever the strides of x are. The builder inserts this copy before operations that cannot
+/// read the strides of x.
 #[derive(Debug, Clone, Copy)]
 pub struct Contiguous;
 

@@ -82,7 +82,7 @@ fn look_up<T: Float>(args: &mut Args<'_>) {
 }
 
 /// The gradient of [`Embedding`]'s table: adds each row of dy to the table row of its id. Parts of the table are
-/// processed in parallel; in each part, the rows of dy are added in order.
+/// processed in parallel. Within each part, the rows of dy are added in order.
 #[derive(Debug, Clone, Copy)]
 struct EmbeddingGrad {
     vocabulary: usize,
@@ -124,8 +124,8 @@ impl Op for EmbeddingGrad {
         let d_table = args.output::<f32>(0);
         let (ids, dy) = (args.input::<u32>(0), args.input::<f32>(1));
         let width = super::width(args.output_dims(0));
-        // Every task scans all ids for those of its own part of the table. Reading ids is cheap compared with adding
-        // rows.
+        // Every task scans all ids for those that refer to the task's part of the table. Reading ids is cheap compared
+        // with adding rows.
         let rows = self.vocabulary.div_ceil(TASKS).max(1);
         d_table.pieces_mut(rows * width).enumerate().for_each(|(task, table)| {
             if !accumulate {

@@ -1,4 +1,5 @@
-//! Selecting elements by ids along one dimension, and the inverse, which adds elements at the indices that ids give.
+//! Selection of elements by ids along one dimension, and its gradient, which adds elements at the indices that the ids
+//! give.
 
 use gapless_kernels::Spec;
 use gapless_kernels::cpu::{Args, InPieces, Pieces};
@@ -8,8 +9,8 @@ use crate::reference::{Array, Reference};
 use crate::tensor::Tensor;
 use crate::{Gradient, Op};
 
-/// Selects elements of x by ids along `dim`; all other dimensions of x and the ids are equal. An id out of range gives
-/// NaN. The loss then becomes NaN, so the step is rejected as not finite.
+/// Selects elements of x by ids along `dim`; x and the ids have the same extents in all other dimensions. An id out of
+/// range selects NaN. The loss then becomes NaN, so the step is rejected as not finite.
 #[derive(Debug, Clone, Copy)]
 pub struct Gather {
     /// Dimension along which ids select.

@@ -69,7 +69,7 @@ impl Op for Linear {
         forward(inputs[0].dims(), inputs[1].dims()).scratch(threads)
     }
 
-    /// The kernel converts its factors from bf16 when it packs them.
+    /// The kernel converts bf16 factors when it packs them.
     fn reads_bf16(&self, index: usize) -> bool {
         index < 2
     }
@@ -150,7 +150,7 @@ impl Op for LinearGradInput {
         Self::gemm(inputs[0].dims(), inputs[1].dims()).scratch(threads)
     }
 
-    /// The kernel converts its factors from bf16 when it packs them.
+    /// The kernel converts bf16 factors when it packs them.
     fn reads_bf16(&self, index: usize) -> bool {
         index < 2
     }
@@ -193,8 +193,9 @@ impl Op for LinearGradInput {
     }
 }
 
-/// The gradients d_weight = dyᵀ·x and d_bias = Σ dy over the rows, from (x, dy). The sums of sequences are added in
-/// order, so accumulating over micro-batches gives the same bits as one call for the whole batch.
+/// The gradients d_weight = dyᵀ·x and d_bias = Σ dy over the rows, from (x, dy). The sum of each sequence is computed
+/// separately, and these sums are added in order. So accumulating over micro-batches gives the same bits as one call
+/// for the whole batch.
 #[derive(Debug, Clone, Copy)]
 struct LinearGradWeight {
     has_bias: bool,
@@ -266,7 +267,7 @@ impl Op for LinearGradWeight {
         Self::gemm(inputs[0].dims(), inputs[1].dims()).scratch(threads)
     }
 
-    /// The kernel converts its factors from bf16 when it packs them.
+    /// The kernel converts bf16 factors when it packs them.
     fn reads_bf16(&self, index: usize) -> bool {
         index < 2
     }
@@ -279,7 +280,7 @@ impl Op for LinearGradWeight {
         let bias = self.has_bias.then(|| gapless_kernels::cuda::launch::leading_sums_workspace(&inputs[1]));
         [vec![gapless_kernels::cuda::launch::product_workspace(out, width)], bias.unwrap_or_default()].concat()
     }
-    /// The kernel that sums up the bias's gradient reads dy once more.
+    /// The kernel that computes the gradient of the bias reads dy a second time.
     fn cuda_bytes_again(&self, inputs: &[Spec], _: &[Spec]) -> u64 {
         if self.has_bias { inputs[1].bytes() } else { 0 }
     }

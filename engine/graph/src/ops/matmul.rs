@@ -52,12 +52,13 @@ impl Op for MatMul {
     }
 
     fn workspace(&self, inputs: &[Spec], _: &[Spec], threads: usize) -> Vec<u64> {
-        // The strides are not known here. Contiguous layouts do as well, because scratch depends on the extents alone.
+        // The strides are not known here, but scratch depends on the extents alone. So contiguous layouts give the same
+        // sizes.
         let dense = |spec: &Spec| Layout::contiguous(spec.shape.clone());
         product(&dense(&inputs[0]), &dense(&inputs[1])).scratch(threads)
     }
 
-    /// The kernel converts its factors from bf16 when it packs them.
+    /// The kernel converts bf16 factors when it packs them.
     fn reads_bf16(&self, _: usize) -> bool {
         true
     }
@@ -108,7 +109,7 @@ fn run_on<T: Factor>(args: &mut Args<'_>) {
     }
 }
 
-/// Returns the kernel for all matrix products of the last batch dimension.
+/// Returns the kernel that computes the matrix products for all indices of the last batch dimension.
 fn product(a: &Layout, b: &Layout) -> Gemm {
     let matrix = |layout: &Layout| {
         let rank = layout.dims().len();

@@ -10,8 +10,8 @@ use crate::reference::{Array, Reference};
 use crate::tensor::Tensor;
 use crate::{Gradient, Op};
 
-/// The maximum over the last dimension, which is kept with extent 1, and the index (u32) of the maximum. Of equal
-/// elements, the first is chosen. NaN is never chosen: a row of NaN gives minus infinity and index 0.
+/// The maximum over the last dimension, which is kept with extent 1, and the index (u32) of the maximum. If several
+/// elements are equal, the first is chosen. NaN is never chosen: a row of NaN gives minus infinity and index 0.
 #[derive(Debug, Clone, Copy)]
 pub struct Max;
 

@@ -88,7 +88,7 @@ use gapless_kernels::cpu::{last_extent, row_of};
 use self::output_types::OutputTypes;
 use crate::graph::FLOATS;
 
-/// True if x is positive, and kernels can multiply by x and divide by x in f32.
+/// True if x is positive, and x and 1/x are representable in f32.
 pub(crate) fn is_positive_f32(x: f64) -> bool {
     x > 0.0 && (x as f32).is_normal() && (1.0 / x as f32).is_normal()
 }
@@ -114,7 +114,7 @@ pub(crate) fn expect_mask(input: &Spec) -> Result<(), String> {
     }
 }
 
-/// Checks that the type can be copied and compared: one of the [`FLOATS`], or a type of masks and ids.
+/// Checks that kernels can copy and compare the type: one of the [`FLOATS`], or u8 or u32 (masks and ids).
 pub(crate) fn expect_stored(input: &Spec) -> Result<(), String> {
     if FLOATS.contains(&input.dtype) {
         Ok(())

@@ -13,7 +13,7 @@ use crate::reference::{Array, Reference};
 use crate::tensor::Tensor;
 use crate::{Gradient, Op};
 
-/// The scaling of rotary frequencies, with which a model handles longer sequences than it was trained on at first.
+/// The scaling of rotary frequencies. It adapts a model to longer sequences than those of its original training.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub enum RopeScaling {
@@ -25,8 +25,8 @@ pub enum RopeScaling {
         /// The divisor of the frequencies.
         factor: f64,
     },
-    /// Frequencies with fewer than `low` turns within the original length are divided by `factor`. Frequencies with
-    /// more than `high` turns are kept. Those between are interpolated (Llama 3.1).
+    /// Frequencies that turn fewer than `low` times within `original` tokens are divided by `factor`. Frequencies that
+    /// turn more than `high` times are kept. The frequencies between these two limits are interpolated (Llama 3.1).
     Llama3 {
         /// The divisor of the low frequencies.
         factor: f64,
@@ -52,7 +52,7 @@ pub enum RopeScaling {
 }
 
 impl RopeScaling {
-    /// Computes [`RopeScaling::Yarn`] from the settings of the paper (section 3.2). Frequencies that turn more than
+    /// Returns the [`RopeScaling::Yarn`] for the settings of the paper (section 3.2). Frequencies that turn more than
     /// `fast` times within `original` tokens are kept. Frequencies that turn less than `slow` times are divided by
     /// `factor`. If `whole` is true, the indices between which frequencies are interpolated are rounded outwards to
     /// integers.
@@ -107,7 +107,7 @@ pub struct Rope {
     pub inverse: bool,
 }
 
-/// Tokens whose angles one task computes. Each task computes every frequency once.
+/// Number of tokens whose angles one task computes. Each task computes every frequency once.
 const TABLE_ROWS: usize = 16;
 
 impl Rope {
@@ -246,7 +246,7 @@ impl Op for Rope {
 mod tests {
     use super::*;
 
-    /// The scalings, computed case by case as the papers define them.
+    /// Returns a scaled frequency, computed case by case as the papers define it.
     fn written_out(scaling: RopeScaling, theta: f64, number: usize, size: usize) -> f64 {
         let plain = 1.0 / theta.powf(2.0 * number as f64 / size as f64);
         match scaling {
@@ -280,8 +280,8 @@ mod tests {
     fn one_formula_has_all_scalings() {
         let (theta, size) = (10_000.0, 64);
         let yarn = RopeScaling::yarn(4.0, (32.0, 1.0), 4096.0, theta, size, true);
-        // For `fast`, the index is 64·ln(4096/(32·2π))/(2·ln 10⁴) = 10.47…. For `slow`, which is one turn, it is
-        // 22.51….
+        // For `fast`, which is 32 turns, the index is 64·ln(4096/(32·2π))/(2·ln 10⁴) = 10.47…. For `slow`, which is one
+        // turn, the index is 22.51….
         let RopeScaling::Yarn { first, last, amplitude, .. } = yarn else { panic!("{yarn:?}") };
         assert_eq!((first, last), (10.0, 23.0));
         assert!((amplitude - 1.138_629_436).abs() < 1e-9);
@@ -290,7 +290,7 @@ mod tests {
             for number in 0..size / 2 {
                 let found = scaling.frequencies(theta).at(number, size);
                 let expected = written_out(scaling, theta, number, size);
-                // A few roundings of f64.
+                // The tolerance allows for a few roundings in f64.
                 assert!(
                     (found - expected).abs() <= 1e-14 * expected,
                     "{scaling:?} {number}: {found} is not {expected}"

@@ -9,9 +9,9 @@ use crate::{Gradient, Op};
 
 /// scale · Σ x.
 ///
-/// For each index of the first dimension, the elements are summed in f64, and the sum is rounded. These sums are then
-/// added in order. So a loss that is accumulated over micro-batches of whole sequences has the same bits as one
-/// computed for the whole batch.
+/// For each index of the first dimension, the elements are summed in f64, and this partial sum is rounded. The partial
+/// sums are then added in order. So a loss that is accumulated over micro-batches of whole sequences has the same bits
+/// as the loss of the whole batch.
 #[derive(Debug, Clone, Copy)]
 pub struct ScaledSum {
     /// The factor of the sum: 1/count for a mean.

@@ -10,8 +10,8 @@ use crate::{Gradient, Op};
 
 /// Sum over `dims` (ascending), which are kept with extent 1.
 ///
-/// A sum over leading dimensions adds whole rows in order. So accumulating it over micro-batches gives the same bits as
-/// one sum over the whole batch.
+/// A sum over leading dimensions adds whole rows in order. So accumulating such a sum over micro-batches gives the same
+/// bits as one sum over the whole batch.
 #[derive(Debug, Clone)]
 pub struct Sum {
     /// The dimensions to sum over.

@@ -11,11 +11,11 @@ use crate::op::Op;
 use crate::reference::{Array, Reference};
 use crate::tensor::Tensor;
 
-/// Adafactor. Of a matrix's second moment, it keeps only the means of the rows and of the columns (section 3). This
-/// takes m + n elements instead of AdamW's 2mn. There is no first moment.
+/// Adafactor. For a matrix [m, n], it keeps only the means of the second moment's rows and columns (section 3), which
+/// are m + n elements. AdamW keeps 2mn elements. Adafactor has no first moment.
 ///
 /// The root mean square of a step is limited (section 6), and scaled by the root mean square of the parameter (section
-/// 8). The learning rate is therefore relative: roughly the fraction by which a parameter changes. 1e-2 is usual. In a
+/// 8). So the learning rate is roughly the fraction by which a parameter changes in a step; 1e-2 is a usual value. In a
 /// tensor of several experts, the weight of each expert is a matrix of its own. There are CPU kernels only.
 #[derive(Debug, Clone, Copy, PartialEq, serde::Serialize, serde::Deserialize)]
 #[serde(default, deny_unknown_fields)]
@@ -25,15 +25,16 @@ pub struct Adafactor {
     /// Upper limit of the root mean square of a step, before the step is multiplied by the learning rate and the
     /// parameter's root mean square.
     pub clip_threshold: f64,
-    /// Lower limit of the parameter's root mean square by which steps are multiplied.
+    /// Lower limit of the factor by which a step is multiplied, which is otherwise the parameter's root mean square.
     pub least_scale: f64,
     /// Decoupled weight decay of matrices; vectors do not decay.
     pub weight_decay: f64,
-    /// The global norm to which gradients are scaled down if it is larger. Infinity means no clipping.
+    /// The maximum global norm of the gradients. Gradients with a larger norm are scaled down to this norm. Infinity
+    /// means no clipping.
     pub max_norm: f64,
 }
 
-/// Added to the square of every element of the gradient.
+/// The value that is added to the square of every element of the gradient.
 const EPS: f64 = 1e-30;
 
 /// Number of columns that one task sums up.
@@ -143,8 +144,8 @@ impl Optimizer for Adafactor {
 }
 
 /// Updates in place the parameter, the second moment (row and column means for matrices) and, if there is one, the f32
-/// master. The inputs are (parameter, gradient, norm, scalars), followed by these states. If there is a master, the
-/// parameter becomes the rounded master. Does nothing if the norm is not finite.
+/// master. The inputs are (parameter, gradient, norm, scalars), followed by the second moment and the master. If there
+/// is a master, the parameter becomes the rounded master. If the norm is not finite, nothing is updated.
 ///
 /// ```text
 /// s ← clipped gradient² + ε                     R ← βR + (1 − β) mean of each row of s    C ← the same of columns
@@ -257,7 +258,8 @@ impl UpdateSizes {
         });
         let mean = of_rows.iter().sum::<f32>() / rows as f32;
         let (of_rows, of_columns) = (&*of_rows, &*of_columns);
-        // Divides by one square root at a time, because the product of both moments would leave f32's range.
+        // Divides by the two square roots one after the other, because the product of a row mean and a column mean may
+        // leave the range of f32.
         let direction = |row: usize, column: usize, g: f32| {
             g * self.clip / (of_rows[row] / mean).sqrt() / of_columns[column].sqrt()
         };
@@ -281,7 +283,7 @@ impl UpdateSizes {
         self.apply(p, master, g, moments.len(), sums, &|_, column, g| g * self.clip / moments[column].sqrt());
     }
 
-    /// Moves the parameter along a direction, which is limited and scaled as described at [`AdafactorUpdate`].
+    /// Moves the parameter along a direction. [`AdafactorUpdate`] describes how the direction is limited and scaled.
     fn apply<P: Float, G: Float>(
         &self,
         p: &mut [P],

@@ -19,11 +19,12 @@ pub struct AdamW {
     pub beta1: f64,
     /// Decay of the second moment.
     pub beta2: f64,
-    /// Added to the square root of the second moment.
+    /// The value that is added to the square root of the second moment.
     pub eps: f64,
     /// Decoupled weight decay of matrices; vectors do not decay.
     pub weight_decay: f64,
-    /// The global norm to which gradients are scaled down if it is larger. Infinity means no clipping.
+    /// The maximum global norm of the gradients. Gradients with a larger norm are scaled down to this norm. Infinity
+    /// means no clipping.
     pub max_norm: f64,
 }
 
@@ -69,8 +70,8 @@ impl Optimizer for AdamW {
     }
 
     fn scalars(&self, step: u64, lr: f64) -> [f32; SCALARS] {
-        // 1 − βᵗ is computed in f64, because t may be large. After i32::MAX steps, both corrections are 1 to the last
-        // bit.
+        // 1 − βᵗ is computed in f64, because t may be large. After i32::MAX steps, the bias corrections of both moments
+        // are exactly 1 in f64.
         let power = i32::try_from(step + 1).unwrap_or(i32::MAX);
         let mut scalars = [0.0; SCALARS];
         scalars[0] = lr as f32;
@@ -108,7 +109,8 @@ impl AdamW {
         self.sum_dtype(parameter) != parameter.dtype
     }
 
-    /// Returns the factors of a step in f32 for the kernels, or `None` if the norm is not finite.
+    /// Returns the factors of a step for the f32 kernels, or `None` if the norm is not finite and the step must be
+    /// skipped.
     pub(super) fn step_factors(&self, decay: f64, norm: f32, scalars: &[f32]) -> Option<AdamWStep> {
         norm.is_finite().then(|| AdamWStep {
             clip: (self.max_norm as f32 / (norm + 1e-6)).min(1.0),
@@ -180,9 +182,9 @@ impl AdamWStep {
     }
 }
 
-/// Updates (parameter, m, v) in place from (parameter, gradient, m, v, norm, scalars). With `has_master`, an f32 master
-/// copy is one more input and output, and the parameter becomes the rounded master. Does nothing if the norm is not
-/// finite, so that a failed step leaves the model unchanged.
+/// Updates (parameter, m, v) in place from (parameter, gradient, m, v, norm, scalars). If `has_master` is true, an f32
+/// master copy is an additional input and output, and the parameter becomes the rounded master. If the norm is not
+/// finite, nothing is updated, so a failed step leaves the model unchanged.
 #[derive(Debug, Clone, Copy)]
 struct AdamWUpdate {
     rule: AdamW,

@@ -16,8 +16,8 @@ use crate::tensor::Tensor;
 /// AdamW that stores both moments in eight bits per element, with one f32 scale per [`Self::BLOCK`] elements. This
 /// takes 2 + 8/256 bytes per parameter instead of 8. All arithmetic is in f32; only the stored moments are rounded.
 ///
-/// As in the paper, some parameters keep their moments in f32. These are small parameters, for which little would be
-/// saved, and embedding tables, which have the most uneven gradients (section 2.3). Gradient clipping and weight decay
+/// As in the paper, some parameters keep their moments in f32. These are small parameters, whose moments take little
+/// memory, and embedding tables, which have the most uneven gradients (section 2.3). Gradient clipping and weight decay
 /// are those of [`AdamW`].
 #[derive(Debug, Clone, Copy, PartialEq, serde::Serialize, serde::Deserialize)]
 #[serde(default, deny_unknown_fields)]
@@ -64,7 +64,7 @@ impl Optimizer for AdamW8bit {
         vec![codes("exp_avg_8bit"), codes("exp_avg_sq_8bit"), scales("exp_avg_scale"), scales("exp_avg_sq_scale")]
     }
 
-    /// Parts are multiples of a block, so that a part has the same blocks as the whole parameter.
+    /// Parts consist of whole blocks, so a part has the same blocks as the whole parameter.
     fn shard_granularity(&self, parameter: &ParameterInfo<'_>) -> Option<usize> {
         if self.applies(parameter) { Some(BLOCK) } else { self.rule.shard_granularity(parameter) }
     }
@@ -94,14 +94,14 @@ fn scales(elements: usize) -> Spec {
 }
 
 /// Updates (parameter, m, v, scales of m, scales of v) in place, from (parameter, gradient, m, v, scales of m, scales
-/// of v, norm, scalars). Like the update of [`AdamW`], it does nothing if the norm is not finite.
+/// of v, norm, scalars). If the norm is not finite, nothing is updated.
 #[derive(Debug, Clone, Copy)]
 struct AdamW8bitUpdate {
     rule: AdamW,
     decay: f64,
 }
 
-/// Number of blocks per task, so that a task has as many elements as in other element-wise kernels.
+/// Number of blocks per task. With this number, a task has as many elements as a task of other element-wise kernels.
 const TASK: usize = cpu::BLOCK / BLOCK;
 
 /// One block of a moment.

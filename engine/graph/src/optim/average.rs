@@ -9,7 +9,7 @@ use crate::op::Op;
 use crate::reference::{Array, Reference};
 
 /// average ← average + (1 − decay)·(parameter − average), in place, from (average, parameter, norm). The average is
-/// f32. If the norm is not finite, the step is skipped and the average keeps its value.
+/// f32. If the norm is not finite, the training step is skipped, and the average keeps its value.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct WeightAverage {
     /// Weight of the old average in the new one.

@@ -1,36 +1,36 @@
-//! Eight-bit storage of optimizer states. Each element is stored as a tiny float, relative to the greatest magnitude of
-//! its block.
+//! Eight-bit storage of optimizer states. Each element is divided by a scale, which is derived from the greatest
+//! magnitude of its block, and stored as an eight-bit float.
 //!
 //! The block-wise quantization is that of Dettmers et al. ("8-bit Optimizers via Block-wise Quantization", arXiv
-//! 2110.02861, section 2.1). A block of [`BLOCK`] neighbours shares one f32 scale. So an outlier affects only its own
-//! block, and blocks are independent.
+//! 2110.02861, section 2.1). A block of [`BLOCK`] neighbours shares one f32 scale. So an outlier affects only the
+//! elements of its own block, and blocks are independent.
 //!
-//! The code of an element is not the paper's dynamic tree. That code uses half of its values for the first decade, and
-//! has two left for the seventh. Adam divides by √v, so the error that matters is the error relative to v itself, even
-//! for small v. A float has the same relative error everywhere. The tests compare both codes:
+//! The code of an element is a small float, and not the paper's dynamic tree. The dynamic tree has half of its values
+//! in the greatest decade, and only two values in the seventh. Adam divides by √v, so the relative error of v matters,
+//! even for small v. A float has the same relative error in all decades. The tests compare the two codes:
 //!
-//! - If the gradients of a block differ by a factor of 10³, Adam's steps with this code are within 3 to 4 % of exact
-//!   steps. With the dynamic tree, they are not.
-//! - If the gradients are of similar size, the tree is slightly better: 2 % instead of 3 %.
+//! - If the gradients of a block differ by a factor of 10³, Adam's steps with the float are within 3 to 4 % of exact
+//!   steps, and steps with the dynamic tree are not.
+//! - If the gradients are of similar size, the dynamic tree is slightly better, with errors of 2 % instead of 3 %.
 //!
 //! | | bits | greatest ÷ least | relative error |
 //! |---|---|---|---|
 //! | [`Signed`], first moment | sign, 4 exponent, 3 mantissa | 2.5·10⁵ | ≤ 2⁻⁴ in the upper 3.1·10⁴ |
 //! | [`Unsigned`], second moment | 5 exponent, 3 mantissa | 1.6·10¹⁰ | ≤ 2⁻⁴ in the upper 2.0·10⁹ |
 //!
-//! Below the range of the last column, values are evenly spaced down to zero, like the subnormal values of any float.
-//! In a block that is not all zero, a second moment never rounds to zero, because Adam's step would then be extremely
-//! large (the zero-point problem of Li et al., arXiv 2309.01507, section 4). It rounds up to the smallest value
-//! instead, which makes the step smaller.
+//! Below the range given in the last column, values are evenly spaced down to zero, like the subnormal values of any
+//! float. In a block that is not all zero, a second moment never rounds to zero, because Adam's step would then be
+//! extremely large (the zero-point problem of Li et al., arXiv 2309.01507, section 4). Instead, it rounds up to the
+//! smallest value, which makes Adam's step smaller.
 //!
 //! Encoding and decoding take a few integer operations and no table, so that they vectorize.
 
-/// Number of elements that share a scale. An element takes 8 + 32/256 bits, including its part of the f32 scale.
+/// Number of elements that share a scale. An element takes 8 + 32/256 bits, of which 32/256 are for the f32 scale.
 pub(super) const BLOCK: usize = 256;
 
 const MANTISSA_BITS: u32 = 3;
 
-/// The greatest value that a code stands for, in units of the scale.
+/// The greatest value that a code can stand for, in multiples of the scale.
 const GREATEST: f32 = 1.875;
 
 /// A block whose greatest magnitude is below this is stored as zeros. For any other block, [`GREATEST`] divided by the
@@ -39,11 +39,11 @@ const LEAST_SCALED: f32 = 1e-37;
 
 /// A tiny float with `EXPONENTS` exponents. The greatest exponent stands for 2⁰.
 pub(super) trait Code {
-    /// Number of exponents, including exponent 0, for which values are evenly spaced.
+    /// Number of exponents. Exponent 0 is included; its values are evenly spaced.
     const EXPONENTS: u32;
-    /// Returns the code for an element that has been divided by the scale.
+    /// Returns the code of `x`, an element divided by the scale.
     fn encode(x: f32) -> u8;
-    /// Returns the element of a code, still divided by the scale.
+    /// Returns the value of a code, which the caller must multiply by the scale.
     fn decode(code: u8) -> f32;
 }
 
@@ -77,7 +77,7 @@ impl Code for Unsigned {
     #[inline(always)]
     fn encode(x: f32) -> u8 {
         let code = encode_magnitude(x, Self::EXPONENTS);
-        // Written as a comparison, so that it vectorizes.
+        // This form with a comparison vectorizes.
         (if code == 0 { 1 } else { code }) as u8
     }
 
@@ -102,7 +102,7 @@ const fn even_scale(exponents: u32) -> f32 {
 fn encode_magnitude(x: f32, exponents: u32) -> u32 {
     const DROPPED: u32 = 23 - MANTISSA_BITS;
     let bits = x.to_bits();
-    // Wrapping, because an overflow check would not vectorize.
+    // The additions wrap, because overflow checks would not vectorize.
     let nearest = bits.wrapping_add((1 << (DROPPED - 1)) - 1).wrapping_add(bits >> DROPPED & 1) >> DROPPED;
     // Adding 2²³ rounds to an integer and leaves this integer in the low bits.
     let even = (x * even_scale(exponents) + 8_388_608.0).to_bits() & 0xff;
@@ -255,7 +255,7 @@ mod tests {
             let (x, y) = (f64::from(x), f64::from(y));
             let allowed = allowed(x, greatest, C::EXPONENTS as i32, spacings);
             prop_assert!((x - y).abs() <= allowed + 1e-45, "{x:e} came back as {y:e}, of at most {greatest:e}");
-            // Because the scale is rounded to f32, a value half way between two codes may be nearer to either of them.
+            // The scale is rounded to f32. So for a value half way between two codes, either code may be the nearest.
             prop_assert!((f64::from(code) - expected).abs() <= 1.0 || x.abs() <= allowed);
             prop_assert!(signed || y > 0.0, "no second moment vanishes");
         }
@@ -275,9 +275,9 @@ mod tests {
         values
     }
 
-    /// Returns the root mean square error of Adam's steps m/√v, relative to the size of a step, if `m` and `v` are how
-    /// the two moments are stored and restored. The gradients' sizes are log-normal with a standard deviation of
-    /// `spread` e-folds.
+    /// Returns the root mean square error of Adam's steps m/√v, relative to the size of a step. The functions `m` and
+    /// `v` store and restore the two moments. The gradients' sizes are log-normal with a standard deviation of `spread`
+    /// e-folds.
     fn error(spread: f64, m: impl Fn(&[f64]) -> Vec<f64>, v: impl Fn(&[f64]) -> Vec<f64>) -> f64 {
         const BLOCKS: usize = 64;
         let numbers = Numbers::from_seed(11);
@@ -286,7 +286,7 @@ mod tests {
         for block in 0..BLOCKS {
             let normal = |i: usize, which: usize| numbers.normal(2 * (block * BLOCK + i) + which);
             let sizes: Vec<f64> = (0..BLOCK).map(|i| 1e-3 * (spread * normal(i, 0)).exp()).collect();
-            // The moments that result if the size of each gradient has long been constant.
+            // These are the moments after many steps in which the size of each gradient was constant.
             let exact_m: Vec<f64> = sizes.iter().enumerate().map(|(i, size)| size * normal(i, 1)).collect();
             let exact_v: Vec<f64> = sizes.iter().map(|size| size * size).collect();
             for (i, (m, v)) in m(&exact_m).into_iter().zip(v(&exact_v)).enumerate() {
@@ -296,9 +296,9 @@ mod tests {
         (squares / (BLOCKS * BLOCK) as f64).sqrt()
     }
 
-    /// Compares this code with the dynamic tree. If the elements of a block are of similar size, both codes are good,
-    /// and the tree is better. If not, the tree's steps are wrong, and extremely large wherever a second moment is
-    /// rounded to zero.
+    /// Compares the float code with the dynamic tree. If the elements of a block are of similar size, steps with both
+    /// codes are accurate, and those with the tree are slightly better. If not, steps with the tree are wrong. They are
+    /// extremely large wherever a second moment is rounded to zero.
     #[test]
     fn steps_stay_near_exact_ones_where_a_dynamic_tree_fails() {
         let ours = |signed| {
@@ -315,8 +315,8 @@ mod tests {
                 x.iter().map(|x| values[code(x)] * greatest * x.signum()).collect()
             }
         };
-        // Per case: the spread, the maximum error of this code, the minimum error of the tree if its second moment is
-        // never zero, and the minimum error of the paper's tree.
+        // Each case gives the spread and three bounds: the maximum error of the float code, the minimum error of the
+        // tree if the second moment is never rounded to zero, and the minimum error of the paper's tree.
         for (spread, most, without_zero, with_zero) in
             [(0.5, 0.04, 0.0, 0.0), (1.0, 0.04, 0.0, 0.0), (1.5, 0.04, 0.08, 100.0), (2.0, 0.05, 0.2, 1000.0)]
         {

@@ -13,11 +13,11 @@ use crate::tensor::Tensor;
 
 /// GaLore keeps Adam's moments for a projection of the gradient, not for the gradient itself.
 ///
-/// For some time, the gradient G of a weight [m, n] with m ≤ n changes only within few directions. GaLore uses a matrix
-/// P [rank, m], whose rows are orthonormal and span the strongest directions of a recent gradient. P is recomputed
-/// every [`Self::refresh_steps`] steps. Moments are kept for R = P·G [rank, n], and the weight changes by
-/// `alpha`·Pᵀ·(Adam's step for R). P and the moments take rank·(m + 2n) elements instead of 2mn. If m > n, the weight
-/// is projected along its other side.
+/// Over a number of steps, the gradients G of a weight [m, n] with m ≤ n lie approximately in a space of few
+/// directions. GaLore uses a matrix P [rank, m], whose rows are orthonormal and span the strongest directions of a
+/// recent gradient. P is recomputed every [`Self::refresh_steps`] steps. Moments are kept for R = P·G [rank, n], and
+/// the weight changes by `alpha`·Pᵀ·(Adam's step for R). P and the moments take rank·(m + 2n) elements instead of 2mn.
+/// If m > n, the other side of the weight is projected.
 ///
 /// Projection is meant for the weights of linear layers. Vectors, embedding tables, and matrices with no side longer
 /// than the rank are updated by plain [`AdamW`]. When P is recomputed, the moments are kept unchanged, as in the paper.
@@ -41,7 +41,7 @@ impl Default for GaLore {
     }
 }
 
-/// Index of the step's scalar that is 1 if P is to be recomputed.
+/// Index of the per-step scalar that is 1 in steps that recompute P, and 0 in others.
 const REFRESH: usize = 3;
 
 impl GaLore {
@@ -76,8 +76,8 @@ impl Optimizer for GaLore {
         vec![state("projection", shorter), state("projected_exp_avg", longer), state("projected_exp_avg_sq", longer)]
     }
 
-    /// A projected weight is not split over data ranks: the projection reads the whole gradient, so every data rank
-    /// computes it.
+    /// A projected weight is not split over data ranks. The projection reads the whole gradient, so every data rank
+    /// computes the whole update.
     fn shard_granularity(&self, parameter: &ParameterInfo<'_>) -> Option<usize> {
         if self.projection(parameter).is_some() { None } else { self.rule.shard_granularity(parameter) }
     }
@@ -98,8 +98,8 @@ impl Optimizer for GaLore {
     }
 }
 
-/// Updates (parameter, P, m, v) in place, from (parameter, gradient, P, m, v, norm, scalars). Like the update of
-/// [`AdamW`], it does nothing if the norm is not finite.
+/// Updates (parameter, P, m, v) in place, from (parameter, gradient, P, m, v, norm, scalars). If the norm is not
+/// finite, nothing is updated.
 #[derive(Debug, Clone, Copy)]
 struct GaLoreUpdate {
     rule: GaLore,
@@ -131,7 +131,7 @@ impl Op for GaLoreUpdate {
         Ok([0, 2, 3, 4].map(|input| inputs[input].clone()).into())
     }
 
-    /// Leaves out the recomputation of P, which runs only once in many steps.
+    /// Does not count the recomputation of P, which runs only every [`GaLore::refresh_steps`] steps.
     fn flops(&self, inputs: &[Spec], _: &[Spec]) -> u64 {
         4 * (inputs[0].elements() * self.projection.rank) as u64 + 15 * self.projected_len() as u64
     }
@@ -182,7 +182,7 @@ impl Op for GaLoreUpdate {
             exact::follow(&gradient, self.projection.rank)
         };
         let (r, nothing) = (exact::product(&p, &gradient), Array::zeros(&args.input(3).dims));
-        // Adam's step for R is the change by which an update without decay would change zeros.
+        // Adam's step for R is computed as an update of zeros without weight decay.
         let inputs = vec![&nothing, &r, args.input(3), args.input(4), args.input(5), scalars];
         let plain = self.rule.rule.exact(0.0, &nothing, &Reference { inputs, ..*args });
         let [change, m, v] = <[Array; 3]>::try_from(plain).expect("AdamW changes three tensors");

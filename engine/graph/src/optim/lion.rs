@@ -8,7 +8,7 @@ use crate::error::Result;
 use crate::tensor::Tensor;
 
 /// Lion. Every element moves against the sign of a weighted mean of the moment and the gradient, so each element
-/// changes by the learning rate. It keeps one moment instead of AdamW's two.
+/// changes by the learning rate. Lion keeps one moment, while AdamW keeps two.
 ///
 /// The learning rate should be 3 to 10 times smaller than AdamW's, and the weight decay larger by the same factor
 /// (section 5 of the paper). Weight decay applies to matrices, not to vectors. Gradients are clipped by their global
@@ -22,7 +22,8 @@ pub struct Lion {
     pub beta2: f64,
     /// Decoupled weight decay of matrices; vectors do not decay.
     pub weight_decay: f64,
-    /// The global norm to which gradients are scaled down if it is larger. Infinity means no clipping.
+    /// The maximum global norm of the gradients. Gradients with a larger norm are scaled down to this norm. Infinity
+    /// means no clipping.
     pub max_norm: f64,
 }
 

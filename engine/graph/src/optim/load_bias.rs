@@ -9,11 +9,11 @@ use crate::op::Op;
 use crate::reference::{Array, Reference};
 use crate::tensor::Tensor;
 
-/// Updates a router's bias: bias += rate · sign(mean load − load) (Wang et al., arXiv 2408.15664, algorithm 1). In
-/// place of a gradient, the update gets the load of every expert.
+/// Updates a router's bias: bias += rate · sign(mean load − load) (Wang et al., arXiv 2408.15664, algorithm 1). The
+/// update gets the load of every expert in place of a gradient.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct LoadBias {
-    /// The amount by which the bias moves in a step.
+    /// The amount by which each element of the bias changes in a step.
     pub rate: f64,
 }
 

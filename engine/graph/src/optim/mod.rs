@@ -40,17 +40,17 @@ pub const SCALARS: usize = 8;
 pub struct ParameterInfo<'a> {
     /// Full name of the parameter.
     pub name: &'a str,
-    /// Shape of the whole parameter, even if a rank updates only a part of it. Usually, weight decay applies to
-    /// matrices and not to vectors.
+    /// Shape of the whole parameter, even if this rank updates only a part. The number of dimensions decides on weight
+    /// decay, which usually applies to matrices and not to vectors.
     pub dims: &'a [usize],
     /// Type in which the parameter is stored.
     pub dtype: DType,
     /// True if the parameter is a table whose rows are looked up by ids, such as a token embedding. In one step, only
     /// the rows that were looked up have gradients.
     pub looked_up: bool,
-    /// True for mixed precision (Micikevicius et al., arXiv 1710.03740, section 3.1). Optimizer states, the sums of
-    /// gradients and a master copy of the parameter are then f32, even if the parameter is stored in a smaller type. If
-    /// false, they all have the parameter's type, as after PyTorch's `model.to(torch.bfloat16)`.
+    /// True for mixed precision (Micikevicius et al., arXiv 1710.03740, section 3.1). If true, optimizer states and the
+    /// sums of gradients are f32, and there is an f32 master copy of a parameter that is stored in a smaller type. If
+    /// false, states and sums have the parameter's type, as after PyTorch's `model.to(torch.bfloat16)`.
     pub masters: bool,
 }
 
@@ -80,7 +80,7 @@ pub struct State {
 /// The value of a state before the first step.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum StateInit {
-    /// An initialization of its own, such as zeros.
+    /// Values from a distribution, such as zeros.
     Init(Init),
     /// The parameter's value, converted to the state's type. The state must have as many elements as the parameter. If
     /// the host overwrites the parameter (`Trainer::set_tensor`), the state is overwritten too.
@@ -103,8 +103,8 @@ pub struct ParameterUpdate<'a> {
     pub info: ParameterInfo<'a>,
     /// Gradient of the parameter, summed over the micro-batches of the step.
     pub gradient: &'a Tensor,
-    /// States of the parameter, in the order of [`Optimizer::states`]. If `parameter` is a part, each state is the same
-    /// part.
+    /// States of the parameter, in the order of [`Optimizer::states`]. If `parameter` is a part of the parameter, each
+    /// state is the corresponding part of the whole state.
     pub states: &'a [Tensor],
     /// Global norm of all gradients: a scalar.
     pub norm: &'a Tensor,
@@ -141,13 +141,13 @@ pub trait Optimizer: std::fmt::Debug + Send + Sync {
     /// parameter.
     ///
     /// With `Some(n)`, a data rank may update a contiguous part of the flattened parameter. The number of elements of
-    /// the part is a multiple of `n`. The rank also gets the same part of the gradient and of every state, so every
-    /// state must divide into as many equal parts as the parameter.
+    /// the part is a multiple of `n`. The rank also gets the corresponding parts of the gradient and of every state. So
+    /// every state must divide into as many equal parts as the parameter.
     fn shard_granularity(&self, _of: &ParameterInfo<'_>) -> Option<usize> {
         Some(1)
     }
 
-    /// Returns the scalars of a step for the learning rate `lr`. Steps are counted from 0.
+    /// Returns the scalars that the update reads in step `step`, counted from 0, if `lr` is the learning rate.
     fn scalars(&self, step: u64, lr: f64) -> [f32; SCALARS];
 
     /// Records the update of one parameter and returns its new value.

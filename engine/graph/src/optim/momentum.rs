@@ -34,7 +34,7 @@ pub(super) enum Direction {
 /// m ← keep · m + add · g
 /// ```
 ///
-/// Does nothing if the norm is not finite, so that a failed step leaves the model unchanged.
+/// If the norm is not finite, nothing is updated, so a failed step leaves the model unchanged.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct MomentumUpdate {
     /// Name of the operation.
@@ -45,7 +45,7 @@ pub(super) struct MomentumUpdate {
     /// Factor of the gradient in the new moment.
     pub gradient_factor: f64,
     pub decay: f64,
-    /// The global norm to which gradients are scaled down if it is larger.
+    /// The maximum global norm of the gradients. Gradients with a larger norm are scaled down to this norm.
     pub max_norm: f64,
     pub has_master: bool,
 }
@@ -64,7 +64,7 @@ impl MomentumUpdate {
         }
     }
 
-    /// Number of inputs without a master.
+    /// Returns the number of inputs of an update that has no master.
     fn least_inputs(&self) -> usize {
         match self.direction {
             Direction::Sign { .. } => 5,
@@ -79,7 +79,8 @@ impl MomentumUpdate {
         if !norm.is_finite() {
             return;
         }
-        // [`Direction::Sign`] has no direction input. The loop then gets the gradient in its place, and ignores it.
+        // [`Direction::Sign`] has no direction input. The loop then gets the gradient in place of a direction, and does
+        // not use it.
         let (beta, scale, given) = match self.direction {
             Direction::Sign { beta } => (Some(beta as f32), 1.0, gradient),
             Direction::Given { scale } => (None, scale as f32, args.input::<G>(5)),

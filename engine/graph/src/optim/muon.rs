@@ -10,17 +10,17 @@ use crate::error::{Error, Result};
 use crate::nn::Init;
 use crate::tensor::Tensor;
 
-/// Coefficients (a, b, c) of X ← aX + (bA + cA²)X with A = XXᵀ (Jordan). The polynomial is steep at 0, so that few
+/// Coefficients (a, b, c) of X ← aX + (bA + cA²)X with A = XXᵀ (Jordan). The polynomial is steep at 0, so few
 /// iterations suffice.
 const NEWTON_SCHULZ: (f64, f64, f64) = (3.4445, -4.7750, 2.0315);
 
-/// Root mean square of the step of a matrix. It is chosen to equal the usual root mean square of AdamW's steps (Liu et
-/// al., equation 4), so AdamW's learning rate and weight decay suit Muon as well.
+/// Root mean square of the step of a matrix before it is multiplied by the learning rate. This value is the usual root
+/// mean square of AdamW's steps (Liu et al., equation 4), so AdamW's learning rate and weight decay suit Muon as well.
 const ROOT_MEAN_SQUARE: f64 = 0.2;
 
 /// Muon. The step of a hidden matrix is the matrix's moment, made nearly orthogonal by Newton–Schulz iterations. The
 /// matrix products of these iterations are operations of the graph, which are planned and run like those of the model.
-/// Muon keeps one moment instead of AdamW's two.
+/// Muon keeps one moment, while AdamW keeps two.
 ///
 /// In a tensor of several experts, the weight of each expert is a matrix of its own. Vectors, embeddings and the output
 /// head (`lm_head`) are updated by AdamW with the same learning rate.
@@ -30,7 +30,7 @@ pub struct Muon {
     /// Settings of AdamW for all parameters that are not hidden matrices. Weight decay, clipping and master copies
     /// apply to hidden matrices too.
     pub rule: AdamW,
-    /// Decay of the moment. The step uses the moment with Nesterov momentum.
+    /// Decay of the moment. The step uses Nesterov momentum.
     pub momentum: f64,
     /// Number of Newton–Schulz iterations.
     pub iterations: usize,
@@ -52,7 +52,8 @@ impl Muon {
             && !parameter.name.contains("lm_head")
     }
 
-    /// Returns approximately the orthogonal matrix nearest to x. Its singular values lie between 0.7 and 1.2 (Jordan).
+    /// Returns an approximation of the orthogonal matrix nearest to x. The singular values of the approximation lie
+    /// between 0.7 and 1.2 (Jordan).
     fn orthogonal(&self, x: &Tensor) -> Result<Tensor> {
         let rank = x.rank();
         let (rows, columns) = (x.dim(rank - 2)?, x.dim(rank - 1)?);

@@ -1,12 +1,13 @@
 //! The strongest directions of a matrix, found by randomized subspace iteration.
 //!
-//! GaLore projects gradients onto their first singular vectors. Only the *space* that these vectors span is needed, not
-//! an exact decomposition, which would take a library that allocates memory. Products with random rows R find that
-//! space (Halko, Martinsson & Tropp, arXiv 0909.4061, algorithm 4.4). The rows of R·Gᵀ lean towards the strong
-//! directions of G. They lean more each time that they are made orthonormal and multiplied by G and Gᵀ again.
+//! GaLore projects gradients onto their first singular vectors. The projection needs only the *space* that these
+//! vectors span. An exact decomposition would need a library that allocates memory. Instead, products with random rows
+//! R approximate that space (Halko, Martinsson & Tropp, arXiv 0909.4061, algorithm 4.4). The rows of R·Gᵀ lie closer to
+//! the strong directions of G than random rows do. Each further round makes the rows orthonormal and multiplies them by
+//! G and Gᵀ, which brings them closer still.
 //!
-//! All products run on the engine's own matrix multiplication, the random rows come from a fixed seed, and all memory
-//! is planned scratch. The tests below compare the result with an exact decomposition.
+//! The products are the engine's own matrix products, and all memory is planned scratch. The random rows come from a
+//! fixed seed. The tests below compare the result with an exact decomposition.
 
 use gapless_kernels::Numbers;
 use gapless_kernels::cpu::gemm::{Epilogue, Gemm, Mode, Strides};
@@ -25,12 +26,12 @@ pub(super) fn start() -> Numbers {
 /// the earlier rows.
 const DEPENDENT: f32 = 1e-5;
 
-/// Rows whose greatest magnitude is below this count as zero.
+/// Rows in which the magnitude of every element is below this count as zero.
 const VANISHED: f32 = 1e-37;
 
 /// The products with a matrix G that has the shape of a weight. P consists of [`Self::rank`] orthonormal rows along the
-/// weight's shorter side, and the projection is R = P·G. If the weight is taller than wide, G stands for the transposed
-/// matrix.
+/// weight's shorter side, and the projection is R = P·G. If the weight is taller than wide, G in these formulas is the
+/// transposed matrix.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Projection {
     pub rows: usize,
@@ -84,7 +85,7 @@ impl Projection {
         )
     }
 
-    /// Computes R = P·G into `r`.
+    /// Writes R = P·G to `r`.
     pub fn apply(&self, p: &[f32], g: &[f32], r: &mut [f32], scratch: &mut Scratch<'_>) {
         multiply(&self.project(), p, g, r, Mode::Overwrite, scratch);
     }
@@ -95,8 +96,8 @@ impl Projection {
         multiply(&self.project_back_to_weight(), first, second, weight, Mode::Accumulate, scratch);
     }
 
-    /// Computes P for this G into `p`, and R = P·G into `r`. If G has fewer directions than P has rows, the remaining
-    /// rows of P are zeros. `coefficients` is scratch of one element per row.
+    /// Writes the P of this G to `p`, and R = P·G to `r`. If the rank of G is lower than the number of rows of P, the
+    /// remaining rows of P are zeros. `coefficients` is scratch of one element per row.
     pub fn recompute(
         &self,
         g: &[f32],
@@ -124,9 +125,10 @@ fn multiply(gemm: &Gemm, a: &[f32], b: &[f32], c: &mut [f32], mode: Mode, scratc
 /// Number of elements of a row that one task processes.
 const COLUMNS: usize = 512;
 
-/// Makes rows of `width` elements orthonormal in place, one after another, and sets rows that depend on earlier ones to
-/// zero. Classical Gram–Schmidt runs twice on each row, which is as accurate as exact arithmetic (Giraud, Langou &
-/// Rozložník, 2005, "twice is enough"). Unlike modified Gram–Schmidt, it can run in parallel.
+/// Makes rows of `width` elements orthonormal in place, one after another. Rows that linearly depend on earlier rows
+/// become zero. Classical Gram–Schmidt runs twice on each row, after which the rows are orthogonal to working precision
+/// (Giraud, Langou & Rozložník, 2005, "twice is enough"). Unlike modified Gram–Schmidt, the classical form can run in
+/// parallel.
 fn orthonormalise(rows: &mut [f32], width: usize, coefficients: &mut [f32]) {
     /// Number of earlier rows that one task processes.
     const ROWS: usize = 8;
@@ -247,9 +249,9 @@ mod tests {
         (wide(p, projection.shorter()), wide(r, projection.longer()))
     }
 
-    /// The space of the first singular vectors contains the most energy that any space with as many directions can
-    /// contain, Σ σᵢ² (Eckart & Young). The space found here contains nearly as much, for spectra that decay like those
-    /// of gradients and for nearly flat spectra.
+    /// Of all spaces with as many directions, the space of the first singular vectors contains the most energy, Σ σᵢ²
+    /// (Eckart & Young). The space found here contains nearly as much. The test covers spectra that decay like those of
+    /// gradients, and nearly flat spectra.
     #[test]
     fn the_space_holds_nearly_what_singular_vectors_hold() {
         const RANK: usize = 16;

@@ -171,7 +171,7 @@ impl Tensor {
     }
 
     /// If the elements of this tensor are known when the model is recorded, returns a tensor with these elements in
-    /// another type. Returns `None` if not.
+    /// another type. Returns `None` if the elements are not known, or if this tensor is not contiguous.
     pub(super) fn data_in(&self, dtype: DType) -> Option<Self> {
         let mut graph = lock(&self.graph);
         let spec = Spec { shape: self.shape().clone(), dtype };

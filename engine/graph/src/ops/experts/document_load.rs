@@ -14,7 +14,8 @@ use crate::reference::{Array, Reference};
 ///   document.
 /// - Output: f32 [batch, tokens, experts].
 ///
-/// [`NONE`] does not count as a choice. A document without choices has zeros. There is no gradient.
+/// [`NONE`] does not count as a choice. The tokens of a document without choices have shares of 0. There is no
+/// gradient.
 #[derive(Debug, Clone, Copy)]
 pub struct DocumentLoad {
     /// Number of experts.

@@ -1,4 +1,5 @@
-//! Grouped matrix products: every expert's rows, whose number is data, times the expert's own weight.
+//! Grouped matrix products: each expert's rows are multiplied by the expert's own weight. The number of rows of an
+//! expert is known only when the program runs.
 
 use std::sync::Arc;
 
@@ -16,13 +17,14 @@ use crate::tensor::Tensor;
 use crate::{Gradient, Op, RowUse};
 
 /// Multiplies each row by the weight of its expert: x·Wᵀ, from x [rows, in], weights [experts, out, in] and `starts`
-/// (see [`Route`](super::Route)) to [rows, out]. Rows are not padded. (MegaBlocks, arXiv 2211.15841, computes the same
-/// in blocks.)
+/// (see [`Route`](super::Route)) to [rows, out]. Rows are not padded. MegaBlocks (arXiv 2211.15841) computes the same
+/// in blocks.
 #[derive(Debug, Clone, Copy)]
 pub struct GroupedLinear {
     /// Number of ranks from which rows come. All rows of one rank precede those of the next.
     pub sources: usize,
-    /// The number of rows if all ranks have the same number. `None` if the number of rows is fixed.
+    /// The number of rows under balanced routing ([`RowUse::DynamicOutputs`](crate::RowUse::DynamicOutputs)), or `None`
+    /// if the number of rows is fixed.
     pub balanced: Option<usize>,
 }
 
@@ -32,7 +34,7 @@ fn weight_dims(weight: &[usize]) -> (usize, usize, usize) {
     (experts, out, width)
 }
 
-/// The product for the maximum number of rows of one expert.
+/// The product of one expert with `rows` rows.
 fn forward(rows: usize, out: usize, width: usize) -> Gemm {
     Gemm::new(rows, out, width, Strides::row_major(width), Strides::transposed(width))
 }
@@ -111,7 +113,7 @@ impl Op for GroupedLinear {
         Ok(())
     }
 
-    /// Counts as many rows as there are if all ranks have the same number.
+    /// Counts the rows of balanced routing if `balanced` is given, and all rows if not.
     fn flops(&self, inputs: &[Spec], outputs: &[Spec]) -> u64 {
         let (width, out) = (gapless_kernels::width(inputs[0].dims()), gapless_kernels::width(outputs[0].dims()));
         2 * (self.balanced.unwrap_or(inputs[0].dims()[0]) * width * out) as u64
@@ -122,7 +124,7 @@ impl Op for GroupedLinear {
         forward(inputs[0].dims()[0], out, width).scratch_grouped(threads)
     }
 
-    /// The kernel converts its factors from bf16 when it packs them.
+    /// The kernel converts bf16 factors when it packs them.
     fn reads_bf16(&self, index: usize) -> bool {
         index < 2
     }
@@ -183,7 +185,7 @@ impl Op for GroupedLinearGradInput {
         backward(inputs[0].dims()[0], out, width).scratch_grouped(threads)
     }
 
-    /// The kernel converts its factors from bf16 when it packs them.
+    /// The kernel converts bf16 factors when it packs them.
     fn reads_bf16(&self, index: usize) -> bool {
         index < 2
     }
@@ -215,8 +217,9 @@ impl Op for GroupedLinearGradInput {
     }
 }
 
-/// The gradient d_weight = dyᵀ·x over each expert's rows, from (x, dy, starts). The sums of sequences are added in
-/// order, so accumulating over micro-batches gives the same bits as one call for the whole batch.
+/// The gradient d_weight = dyᵀ·x over each expert's rows, from (x, dy, starts). The sum of each sequence is computed
+/// separately, and these sums are added in order. So accumulating over micro-batches gives the same bits as one call
+/// for the whole batch.
 #[derive(Debug, Clone, Copy)]
 struct GroupedLinearGradWeight {
     experts: usize,
@@ -237,7 +240,7 @@ impl GroupedLinearGradWeight {
         let (d_weight, mut scratch) = (args.output::<f32>(0), args.workspace());
         let (x, dy, offsets) = (args.input::<T>(0), args.input::<T>(1), args.input::<u32>(2));
         let most = Self::most(args.input_dims(0), args.input_dims(1));
-        // Each sequence has a partial sum of its own. All sequences of one source precede those of the next.
+        // Each sequence has its own partial sum. The sequences are ordered by source.
         let of_source = (offsets.len() - 1) / self.sources;
         for source in 0..self.sources {
             let source_offsets = &offsets[source * of_source..][..=of_source];
@@ -279,7 +282,7 @@ impl Op for GroupedLinearGradWeight {
         Self::most(inputs[0].dims(), inputs[1].dims()).scratch_grouped(threads)
     }
 
-    /// The kernel converts its factors from bf16 when it packs them.
+    /// The kernel converts bf16 factors when it packs them.
     fn reads_bf16(&self, index: usize) -> bool {
         index < 2
     }

@@ -12,7 +12,7 @@ use crate::{Gradient, Op};
 /// The backward recomputes u: the gradient is the same operation, applied to dy.
 #[derive(Debug, Clone, Copy)]
 pub struct Jitter {
-    /// The greatest distance of u from 1; below 1.
+    /// The greatest distance of u from 1. It must be below 1.
     pub amount: f64,
     /// Index of this operation among the random operations of the model, so that no two share random numbers.
     pub key: u64,

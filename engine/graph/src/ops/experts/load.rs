@@ -1,4 +1,4 @@
-//! Number of tokens that chose each expert, and number of choices without a row.
+//! Counts of the tokens that chose each expert, and of the choices that got no row.
 
 use gapless_kernels::Spec;
 use gapless_kernels::cpu::Args;
@@ -73,7 +73,7 @@ impl Op for ExpertLoad {
 /// optional second input, f32 [..], is 0 for tokens that are not counted. There is no gradient.
 #[derive(Debug, Clone, Copy)]
 pub struct Dropped {
-    /// True if tokens without any place are counted. If false, places are.
+    /// True if tokens without any row are counted. If false, places without a row are counted.
     pub whole_tokens: bool,
 }
 

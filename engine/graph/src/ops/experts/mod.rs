@@ -1,9 +1,9 @@
 //! The operations of mixture-of-experts layers: choosing experts, ordering rows by expert, multiplying each expert's
 //! rows by its own weight, and returning the results to their tokens.
 //!
-//! A *slot* is one of a token's choices: token × k + choice. A *row* is a slot at its position in the order in which
-//! experts work. All shapes are known when the graph is built, including the maximum number of rows. The number of rows
-//! of each expert is data, which [`Route`] writes into `starts`. Rows after the last used one are zeros.
+//! A *slot* is one of a token's choices: token × k + choice. A *row* is a slot at its position in the order of experts.
+//! All shapes, and so the maximum number of rows, are known when the graph is built. The number of rows of each expert
+//! is known only when the program runs; [`Route`] derives `starts` from it. Rows after the last used one are zeros.
 //!
 //! ```text
 //! scores ─▶ top_k ─▶ ids ─▶ route ─▶ slots, places, starts
@@ -11,9 +11,9 @@
 //! x ─▶ dispatch ─▶ grouped_linear ×2 ─▶ routed_swiglu ─▶ grouped_linear ─▶ combine ─▶ y
 //! ```
 //!
-//! With packed documents, operations that choose or count have one more input, `routed`, f32 [batch, tokens]. It is the
-//! weight of each token in a router's statistics, and 0 for padding. A padding token has no row and no choice
-//! ([`NONE`]), and uses no capacity.
+//! With packed documents, operations that choose experts or count tokens have one more input, `routed`, f32 [batch,
+//! tokens]. This is the weight of each token in a router's statistics, which is 0 for padding. A padding token has no
+//! row and no choice ([`NONE`]), and uses no capacity.
 //!
 //! The rows of an expert are in the order of their tokens, and the gradients of weights are summed sequence by
 //! sequence, so the result does not depend on how a batch is divided into micro-batches.
@@ -61,7 +61,7 @@ fn by_sequence(dims: &[usize]) -> Result<(usize, usize, usize), String> {
     }
 }
 
-/// Checks that places and slots are u32 and that places are [.., k], and returns k.
+/// Checks that places and slots are u32 and that places are [.., k]. Returns k.
 fn expect_places(places: &Spec, slots: &Spec) -> Result<usize, String> {
     super::expect_ids("places", places)?;
     super::expect_ids("slots", slots)?;

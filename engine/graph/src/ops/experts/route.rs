@@ -30,7 +30,7 @@ pub enum DropPolicy {
     Lightest,
 }
 
-/// Assigns rows to the slots of each expert.
+/// Assigns a row to each slot, in the order of the experts.
 ///
 /// Outputs, all u32:
 /// - places [.., tokens, k]: the row of each slot, or [`NONE`];
@@ -44,9 +44,9 @@ pub enum DropPolicy {
 ///
 /// If tokens choose and the rows with the smallest weights are dropped, input 1 is the weights of the slots.
 ///
-/// Two more inputs are optional. `routed`, f32 [.., tokens], is 0 for padding, which gets no row. `limits`, u32
-/// [tokens + 1], follows `routed` if there is a capacity. Its entry n is the maximum number of rows that an expert takes from a
-/// sequence with n tokens besides padding. No limit exceeds the capacity.
+/// Two more inputs are optional. `routed`, f32 [.., tokens], is 0 for padding, which gets no row. If there is a
+/// capacity, `routed` is followed by `limits`, u32 [tokens + 1]. Entry n of `limits` is the maximum number of rows that
+/// an expert takes from a sequence with n tokens besides padding. No entry exceeds the capacity.
 #[derive(Debug, Clone, Copy)]
 pub struct Route {
     /// Number of experts.
@@ -91,20 +91,21 @@ impl Route {
         matches!(self.capacity, Some((_, DropPolicy::Lightest)))
     }
 
-    /// Returns the index of the input with the weights, or `None` unless the rows with the smallest weights are
-    /// dropped.
+    /// Returns the index of the input with the weights. Returns `None` if dropping does not depend on weights, because
+    /// there is then no such input.
     fn weights(&self) -> Option<usize> {
         self.weighs().then_some(usize::from(self.chooses == Chooses::Tokens))
     }
 
-    /// Returns the indices of the inputs `routed` and `limits`, or `None` for an input that is missing. They come after
-    /// the weights, and are told apart by their rank.
+    /// Returns the indices of the optional inputs `routed` and `limits`, or `None` for one that is missing. `rank`
+    /// returns the rank of an input. The rank of `routed` is one less than that of input 0.
     fn routed_and_limits(&self, inputs: usize, rank: impl Fn(usize) -> usize) -> (Option<usize>, Option<usize>) {
         let routed = (1..inputs).find(|&index| rank(index) + 1 == rank(0));
         (routed, routed.filter(|_| self.capacity.is_some()).map(|routed| routed + 1))
     }
 
-    /// Returns the maximum number of rows per expert from a sequence, given the sequence's tokens that are not padding.
+    /// Returns the maximum number of rows that an expert takes from sequence number `sequence`, which depends on the
+    /// number of tokens that are not padding. Returns `None` if there is no capacity.
     fn most<T: PartialOrd + Default>(
         &self,
         sequence: usize,
@@ -189,8 +190,9 @@ impl Op for Route {
             let expert = ids.map_or(slot % experts, |ids| ids[slot] as usize);
             expert * sequences + slot / length
         };
-        // A counting sort. Slots are placed from the last to the first. Before that, `row_offsets` holds the end of each
-        // run; each placed slot moves that offset down by one, so that `row_offsets` finally holds the beginnings.
+        // A counting sort. `row_offsets` first holds the end of each run. Slots are placed from the last to the first,
+        // and each placed slot lowers the offset of its run by one. In the end, `row_offsets` holds the beginnings of
+        // the runs.
         row_offsets.fill(0);
         let has_row = |slot: &usize| is_routed(routed, slot / k);
         (0..slot_rows.len()).filter(has_row).for_each(|slot| row_offsets[run_of(slot)] += 1);
@@ -204,7 +206,7 @@ impl Op for Route {
             *start -= 1;
             sorted[*start as usize] = slot as u32;
         }
-        // Drops slots, and moves the remaining rows of all runs together.
+        // Drops the slots beyond the capacity, and closes the gaps between the remaining rows.
         slot_rows.fill(NONE);
         let mut row = 0;
         for run in 0..row_offsets.len() - 1 {

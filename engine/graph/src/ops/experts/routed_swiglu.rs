@@ -11,11 +11,13 @@ use crate::tensor::Tensor;
 use crate::{Gradient, Op, RowUse};
 
 /// y = w·silu(gate)·up for each row, from gate and up [rows, width], weights w [rows, 1] and `starts` (see
-/// [`Route`](super::Route)). The weight is applied before the last product, not after it. So the experts' outputs need
-/// not be kept for the gradient of the weight. Rows after the last used one are zeros.
+/// [`Route`](super::Route)). The weight is applied to the input of the expert's last product. If it were applied to the
+/// output, the gradient of the weight would need that output, which would have to be kept. Rows after the last used one
+/// are zeros.
 #[derive(Debug, Clone, Copy)]
 pub struct RoutedSwiGlu {
-    /// The number of rows if all ranks have the same number. `None` if the number of rows is fixed.
+    /// The number of rows under balanced routing ([`RowUse::DynamicOutputs`](crate::RowUse::DynamicOutputs)), or `None`
+    /// if the number of rows is fixed.
     pub balanced: Option<usize>,
 }
 
@@ -92,7 +94,7 @@ impl Op for RoutedSwiGlu {
     }
 }
 
-/// Returns the number of elements in as many rows as there are if all ranks have the same number.
+/// Returns the number of elements under balanced routing if `balanced` is given, and in all rows if not.
 fn elements(rows: &Spec, balanced: Option<usize>) -> u64 {
     (balanced.unwrap_or(rows.dims()[0]) * gapless_kernels::width(rows.dims())) as u64
 }

@@ -1,4 +1,5 @@
-//! Offsets and lengths of runs of rows, which ranks exchange before the rows themselves.
+//! Conversions between the offsets and the lengths of runs of rows. Ranks exchange the lengths before they exchange the
+//! rows themselves.
 
 use candle_core::DType;
 use gapless_kernels::Spec;

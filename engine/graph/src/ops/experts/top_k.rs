@@ -23,14 +23,14 @@ pub struct ExpertGroups {
 /// Chooses for each token the `k` experts with the greatest scores, best first. Of experts with equal scores, the first
 /// is chosen.
 ///
-/// - Inputs: scores [.., tokens, experts]. Optionally a bias \[experts\], which is added to the scores for the choice,
-///   but not to the scores in the result. Optionally `routed`, f32 [batch, tokens], which is 0 for padding; the scores
-///   are then [batch, tokens, experts].
+/// - Inputs: scores [.., tokens, experts]. Optionally a bias \[experts\], which affects the choice, but is not part of
+///   the scores in the result. Optionally `routed`, f32 [batch, tokens], which is 0 for padding; with this input, the
+///   scores must be [batch, tokens, experts].
 /// - Outputs: scores [.., tokens, k] and ids [.., tokens, k].
 ///
 /// The loss has no gradient with respect to the bias. In place of a gradient, the bias gets the number of tokens that
-/// chose each expert, which balancing without a loss uses (Wang et al., arXiv 2408.15664). Padding tokens have the ids
-/// [`NONE`]. They are not counted and have no gradient.
+/// chose each expert. Load balancing without a loss updates the bias from these numbers (Wang et al., arXiv
+/// 2408.15664). Padding tokens have the ids [`NONE`]. Padding tokens are not counted and have no gradient.
 #[derive(Debug, Clone, Copy)]
 pub struct TopK {
     /// Number of experts per token.
@@ -39,12 +39,12 @@ pub struct TopK {
     pub groups: Option<ExpertGroups>,
 }
 
-/// Maximum number of experts, so that the arrays used to choose a token's experts fit on the stack.
+/// Maximum number of experts. It limits the arrays on the stack in which a token's experts are chosen.
 const MAX_EXPERTS: usize = 1024;
 
 impl TopK {
-    /// Returns the indices of the inputs `bias` and `routed`, or `None` for an input that is missing. They are told
-    /// apart by their rank.
+    /// Returns the indices of the optional inputs `bias` and `routed`, or `None` for one that is missing. `rank`
+    /// returns the rank of an input: `bias` has rank 1, and `routed` has a higher rank.
     fn bias_and_routed(inputs: usize, rank: impl Fn(usize) -> usize) -> (Option<usize>, Option<usize>) {
         let routed = (inputs > 1 && rank(inputs - 1) > 1).then_some(inputs - 1);
         ((routed.unwrap_or(inputs) > 1).then_some(1), routed)
@@ -72,7 +72,7 @@ impl TopK {
             };
             let mut taken = [0u64; MAX_EXPERTS / 64];
             for _ in 0..limit {
-                // If scores are NaN, no group compares as the best, and the first remaining group is taken.
+                // If scores are NaN, `best` returns the first group that is not taken yet.
                 let group = best(count, worth, |g| !has(&taken, g)).unwrap_or(0);
                 add(&mut taken, group);
                 (group * size..(group + 1) * size).for_each(|expert| add(&mut allowed, expert));
@@ -88,8 +88,8 @@ impl TopK {
     }
 }
 
-/// Returns the index with the greatest score among the allowed indices. Of equal scores, and if scores are NaN, the
-/// first is taken. `None` if no index is allowed.
+/// Returns the allowed index with the greatest score. If scores are equal or NaN, returns the first such index. Returns
+/// `None` if no index is allowed.
 fn best<T: PartialOrd>(count: usize, score: impl Fn(usize) -> T, may: impl Fn(usize) -> bool) -> Option<usize> {
     let mut best = None;
     for i in (0..count).filter(|&i| may(i)) {
@@ -188,7 +188,7 @@ impl Op for TopK {
         let (mut values, mut ids) = (Vec::new(), Vec::new());
         for (token, row) in scores.rows().enumerate() {
             let biased: Vec<f64> = (0..experts).map(|i| row[i] + bias.map_or(0.0, |bias| bias[i])).collect();
-            // The sort is stable: best first, and equal scores in their original order.
+            // The sort is stable, so indices with equal scores keep their order.
             let sorted = |mut indices: Vec<usize>, by: &dyn Fn(usize) -> f64| {
                 indices.sort_by(|&a, &b| by(b).total_cmp(&by(a)));
                 indices

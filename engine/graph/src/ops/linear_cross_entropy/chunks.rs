@@ -35,29 +35,30 @@ pub(super) struct HeadOperands<'a> {
     pub loss: LossDefinition,
     /// Address to which the losses are written.
     pub losses: u64,
-    /// Address to which the likelihoods are written; 0 if they are not wanted as an output.
+    /// Address to which the likelihoods are written; 0 if the likelihoods are not an output.
     pub likelihoods: u64,
     /// Address of the factors of the losses; 0 if the losses have no factors.
     pub weights: u64,
 }
 
-/// Number of rows from which on a chunk's products are as fast, per row, as one product of all rows. Longer sequences
-/// are divided into chunks of at least this many rows. Shorter sequences are joined into chunks of at most this many
-/// rows.
+/// Number of rows from which on the products of a chunk are as fast, per row, as one product of all rows. A sequence
+/// with more rows is divided into chunks of at least this size. Sequences with fewer rows are joined into chunks of at
+/// most this size.
 const ENOUGH_ROWS: usize = 256;
 
-/// Range of the number of rows of a chunk on a GPU; the products decide on the number within it. There are enough rows
-/// that few chunks add to the weight's gradient, and few enough that the logits take little memory.
+/// Range of the number of rows of a chunk on a GPU. [`Chunks::cuda_chunk`] chooses the number within this range. The
+/// lower end limits the number of chunks that add to the weight's gradient. The upper end limits the memory of the
+/// logits.
 const ROWS_ON_GPU: Range<usize> = 2048..4096;
 
-/// Rows and columns of the tiles in which a GPU's library computes products. (The next constant is the number of
-/// multiprocessors among which an H100 or H200 divides the tiles.)
+/// Rows and columns of the tiles in which a GPU's library computes products. The tiles are divided among the
+/// multiprocessors, of which an H100 or H200 has [`MULTIPROCESSORS`].
 const TILE: [usize; 2] = [128, 256];
 const MULTIPROCESSORS: usize = 132;
 
-/// The number of vocabulary entries that products on a GPU take must be a multiple of this. If the contiguous extent of
-/// a product is not a multiple of 16 bytes, the library uses kernels that load single elements. So the last entries of
-/// an odd vocabulary have products of their own.
+/// Products on a GPU are computed for a number of vocabulary entries that is a multiple of this. If the contiguous
+/// extent of a product were not a multiple of 16 bytes, the library would use kernels that load single elements. So the
+/// remaining entries of a vocabulary have separate products.
 const ENTRIES: usize = 8;
 
 /// The division of rows into chunks. A chunk is either several whole sequences, or a piece of one sequence. The size of
@@ -81,7 +82,8 @@ impl Chunks {
         let &[vocabulary, width] = weight else { unreachable!("rank 2 by the shape rule") };
         let rows = x.iter().product::<usize>() / width;
         let sequence = if x.len() > 2 { x[x.len() - 2] } else { rows };
-        // Uses enough pieces that the logits of one piece are no larger than the sequence's x.
+        // Divides a sequence into enough pieces that the logits of one piece are no larger than the sequence's x, if
+        // that leaves at least `ENOUGH_ROWS` rows per piece.
         let pieces = vocabulary.div_ceil(width).min(sequence / ENOUGH_ROWS).max(1);
         let block = if pieces > 1 { sequence } else { sequence * (ENOUGH_ROWS / sequence).max(1) };
         Self { rows, width, vocabulary, sequence, block, chunk: block.div_ceil(pieces) }
@@ -119,36 +121,36 @@ impl Chunks {
     }
 
     /// Returns the sizes in bytes of the pieces of scratch: the logits of a chunk, then the scratch of the products.
-    /// Each of the latter is as large as any product needs.
+    /// The scratch is large enough for each of the products.
     pub fn scratch(&self, products: Products, threads: usize) -> Vec<u64> {
         let products = |rows: usize| {
             let d_weight = (products == Products::Both).then(|| self.d_weight(rows));
             let dx = (products != Products::Logits).then(|| self.dx(rows));
             std::iter::once(self.logits(rows)).chain(d_weight).chain(dx)
         };
-        // The scratch of a product depends only on the number of rows, which takes few values.
+        // The scratch of a product depends only on the number of rows of a chunk, and few numbers occur.
         let lengths: BTreeSet<usize> = self.ranges().map(|range| range.len()).collect();
         let pieces = for_each_of(lengths.into_iter().flat_map(products).map(|product| product.scratch(threads)));
         let logits = 4 * self.chunk.min(self.rows) * self.vocabulary;
         [vec![logits as u64], pieces].concat()
     }
 
-    /// Returns the ranges of rows of the chunks on a GPU. On a GPU, the library decides on the order of summation,
-    /// which is always the same for the same number of rows.
+    /// Returns the ranges of rows of the chunks on a GPU. The order of summation on a GPU is the library's. It depends
+    /// only on the number of rows.
     fn cuda_ranges(self) -> impl Iterator<Item = Range<usize>> {
         let chunk = self.cuda_chunk();
         (0..self.rows).step_by(chunk.max(1)).map(move |start| start..(start + chunk).min(self.rows))
     }
 
-    /// Returns the number of rows of every chunk on a GPU except the last. It is a number of whole tiles with which the
-    /// product for dx leaves the fewest multiprocessors idle; that product has far fewer tiles than the other two. Of
-    /// several such numbers, the smallest is returned.
+    /// Returns the number of rows of every chunk on a GPU except the last. The number is a multiple of a tile's rows,
+    /// and the one with which the product for dx leaves the fewest multiprocessors idle. This product has far fewer
+    /// tiles than the other two. If several numbers are equally good, returns the smallest.
     fn cuda_chunk(&self) -> usize {
         let least = self.rows.div_ceil(ROWS_ON_GPU.end).max(1);
         let most = self.rows.div_ceil(ROWS_ON_GPU.start).max(1);
         let chunk = |count: usize| self.rows.div_ceil(count).next_multiple_of(TILE[0]);
-        // If a product has few tiles, the library divides the sum of each tile into two or four parts. So more
-        // multiprocessors have work.
+        // If a product has few tiles, the library may divide the sum of each tile into two or four parts, to give work
+        // to more multiprocessors.
         let idle = |rows: usize| {
             let tiles = rows.div_ceil(TILE[0]) * self.width.div_ceil(TILE[1]);
             let idle = [1, 2, 4].map(|parts| {
@@ -161,9 +163,9 @@ impl Chunks {
         best.expect("there is at least one chunk").min(self.rows)
     }
 
-    /// Returns the number of vocabulary entries whose products have aligned extents, and the number of the remaining
-    /// entries, which have products of their own. If rows of the weight are not aligned anyway, all entries are in the
-    /// first group, because separate products would gain nothing.
+    /// Returns the number of vocabulary entries in the products with aligned extents, and the number of remaining
+    /// entries, which have separate products. If the rows of the weight are not aligned, separate products would gain
+    /// nothing, so there are no remaining entries.
     fn cuda_entries(&self) -> (usize, usize) {
         let is_split = self.width.is_multiple_of(ENTRIES) && self.vocabulary > ENTRIES;
         let rest = if is_split { self.vocabulary % ENTRIES } else { 0 };
@@ -176,8 +178,8 @@ impl Chunks {
     }
 
     /// Returns the sizes in bytes of the pieces of scratch on a GPU: the logits of a chunk; the workspace of products;
-    /// and for an odd vocabulary, the logits of all rows for the remaining entries, which are overwritten by their
-    /// gradients.
+    /// and, if there are remaining vocabulary entries, the logits of all rows for these entries. Gradients overwrite
+    /// these logits.
     pub fn cuda_workspace(&self, dtype: DType, products: Products) -> Vec<u64> {
         let &Self { width, vocabulary, .. } = self;
         let rows = self.cuda_chunk();
@@ -191,15 +193,15 @@ impl Chunks {
     }
 
     /// Returns the bytes of logits that the loss kernels move on a GPU. Each logit is read once for the maximum and the
-    /// sum of its row. For the gradient, it is read again and overwritten.
+    /// sum of its row. If gradients are computed, the logit is read again and overwritten.
     pub fn cuda_logit_bytes(&self, dtype: DType, products: Products) -> u64 {
         let passes = if products == Products::Logits { 1 } else { 3 };
         passes * (self.rows * self.vocabulary * dtype.size_in_bytes()) as u64
     }
 
-    /// Returns the launches of a pass on a GPU. Each chunk has launches for its logits, for their conversion to losses
-    /// and gradients, and for its share of `outputs`, which are `[dx]` or `[dx, d_weight]`. `weight` is the index of
-    /// d_weight among the operation's outputs.
+    /// Returns the launches of a pass on a GPU. For each chunk, launches compute the logits, convert the logits to
+    /// losses and gradients, and compute the chunk's share of the outputs `[dx]` or `[dx, d_weight]`. `weight` is the
+    /// index of d_weight among the operation's outputs.
     pub fn launches(
         &self,
         &HeadOperands { operands, loss: definition, losses, likelihoods, weights }: &HeadOperands<'_>,
@@ -213,7 +215,7 @@ impl Chunks {
         let (width, pitch, (entries, rest_entries)) = (self.width as u64, self.cuda_pitch(), self.cuda_entries());
         let at = |address: u64, elements: usize| address + (elements * dtype.size_in_bytes()) as u64;
         let rows_of = |address: u64, first: usize| Matrix::dense(at(address, first * self.width), dtype, width);
-        // If there are remaining entries, the first of the other pieces is for their logits.
+        // If there are remaining entries, the first piece of `others` holds their logits.
         let rest = others.first().copied().unwrap_or(0);
         let rest_of = |first: usize| Matrix::dense(at(rest, first * ENTRIES), dtype, ENTRIES as u64);
         let weight_of = |first: usize| rows_of(weight_operand.address, first);

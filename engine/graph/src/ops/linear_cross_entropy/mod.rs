@@ -1,9 +1,9 @@
 //! The head of a language model fused with its loss, so that the logits are never stored as a whole.
 //!
-//! Rows are processed in chunks. The logits of a chunk are computed into scratch. The logits are converted to losses,
-//! then overwritten by their own gradient. From this gradient, the chunk's rows of dx and its share of d_weight are
-//! computed at once. In training, forward and backward are therefore one pass, and no logit is computed twice (Hsu et
-//! al., "Liger Kernel", arXiv 2410.10989, section 3.2).
+//! Rows are processed in chunks. For each chunk, the logits are computed into scratch and converted to losses. Then the
+//! gradient of the logits overwrites them. Right after that, the chunk's rows of dx and its share of d_weight are
+//! computed from this gradient. So forward and backward are one pass in training, and no logit is computed twice (Hsu
+//! et al., "Liger Kernel", arXiv 2410.10989, section 3.2).
 
 mod chunks;
 mod pass;
@@ -50,8 +50,8 @@ struct LossDefinition {
 }
 
 impl LinearCrossEntropy {
-    /// Creates the operation. `gradient` is the gradient of every loss, if it is known when the graph is built. The
-    /// operation then has dx and d_weight as additional outputs.
+    /// Creates the operation. `gradient` is the gradient of every loss, if it is known when the graph is built. If
+    /// `gradient` is given, the operation has dx and d_weight as additional outputs.
     pub fn new(gradient: Option<f64>) -> Self {
         let (loss, types) = (LossDefinition::default(), OutputTypes::default());
         Self { gradient, has_d_weight: true, loss, has_likelihoods: false, types }
@@ -170,7 +170,7 @@ impl Op for LinearCrossEntropy {
         Chunks::of(inputs).scratch(self.products(), threads)
     }
 
-    /// The kernel converts its factors from bf16 when it packs them.
+    /// The kernel converts bf16 factors when it packs them.
     fn reads_bf16(&self, index: usize) -> bool {
         index < 2
     }
@@ -283,14 +283,15 @@ impl Op for LinearCrossEntropyGrad {
         [vec![4 * chunks.rows as u64], chunks.scratch(products, threads)].concat()
     }
 
-    /// The kernel converts its factors from bf16 when it packs them.
+    /// The kernel converts bf16 factors when it packs them.
     fn reads_bf16(&self, index: usize) -> bool {
         index < 2
     }
 
     fn run(&self, args: &mut Args<'_>) {
         let chunks = Chunks::new(args.input_dims(0), args.input_dims(1));
-        // The forward has already returned the losses. The pass computes them again, into scratch.
+        // The forward has already returned the losses. The pass recomputes the losses into scratch, where they are not
+        // used.
         let mut scratch = args.workspace();
         let losses = scratch.take();
         let (d_losses, layout) = args.strided(3);
@@ -313,7 +314,8 @@ impl Op for LinearCrossEntropyGrad {
     }
     fn cuda(&self, operands: &Operands<'_>) -> Option<Vec<Launch>> {
         let chunks = Chunks::new(operands.inputs[0].layout.dims(), operands.inputs[1].layout.dims());
-        // The forward has already returned the losses. The pass computes them again, into scratch.
+        // The forward has already returned the losses. The pass recomputes the losses into scratch, where they are not
+        // used.
         let &[.., losses] = operands.workspace else { return None };
         let upstream = launch::Upstream::Each(&operands.inputs[3], 0);
         let head = HeadOperands { operands, loss: self.loss, losses, likelihoods: 0, weights: 0 };

@@ -11,7 +11,7 @@ use super::chunks::Chunks;
 use crate::ops::element;
 
 impl Chunks {
-    /// Computes the losses of all rows, and the gradients that are requested.
+    /// Computes the losses of all rows, and the gradients for which there is an output.
     pub fn pass<T: Factor>(
         &self,
         inputs: &Inputs<'_, T>,
@@ -59,7 +59,7 @@ impl Chunks {
 }
 
 pub(super) struct Inputs<'a, T> {
-    /// x, or `None` if dx overwrites x in the same bytes.
+    /// x, or `None` if x and dx share their bytes, so that `dx` initially holds x.
     pub x: Option<&'a [T]>,
     pub weight: &'a [T],
     pub targets: &'a [u32],
@@ -131,7 +131,7 @@ fn cross_entropy(
         |(task, (((losses, mut likelihoods), targets), logits))| {
             let of_task = losses.iter_mut().zip(targets).zip(logits.chunks_exact_mut(vocabulary));
             vectorize!({
-                // Loops instead of closures, which might not be inlined and then would not vectorize.
+                // These are loops instead of closures. Closures that are not inlined would not vectorize.
                 for (row, ((loss, &target), logits)) in of_task.enumerate() {
                     if let Some(cap) = cap {
                         for x in logits.iter_mut() {
@@ -141,8 +141,8 @@ fn cross_entropy(
                     let (target, max) = (target as usize, reduce::max(logits));
                     let logit = logits[target];
                     let all = if terms.spread == 0.0 { 0.0 } else { reduce::sum(logits, |x| x) };
-                    // With a cap, the gradient is computed from the logits themselves, so they are not overwritten by
-                    // their exponentials.
+                    // With a cap, the gradient is computed from the logits themselves, so the exponentials do not
+                    // overwrite them.
                     let sum = match cap {
                         Some(_) => reduce::sum(logits, |x| math::exp(x - max)),
                         None => {
@@ -221,8 +221,8 @@ mod tests {
     }
 
     impl Case {
-        /// Runs the case in several calls with the same number of sequences. If d_weight is computed, each call adds to
-        /// it. dx overwrites x if `over_x` is true, and is a separate tensor if not.
+        /// Runs the case in several calls with the same number of sequences each. If `d_weight` is computed, each call
+        /// adds to `d_weight`. If `over_x` is true, dx overwrites x; otherwise, dx is a separate tensor.
         fn run(self, calls: usize, threads: usize, over_x: bool, products: Products) -> Run {
             let Self { batch, sequence, width, vocabulary, counted: loss } = self;
             let rows = batch * sequence;
@@ -281,7 +281,7 @@ mod tests {
                 let error: f64 = data.iter().zip(&exact.data).map(|(&a, &b)| square(f64::from(a) - b)).sum();
                 let scale: f64 = exact.data.iter().map(|&x| square(x)).sum();
                 // Sums of up to 700 f32 elements have an error of a few multiples of 2⁻²⁴. If the vocabulary has one
-                // token, every result is a difference of terms of about 1 that cancel except for rounding.
+                // token, every result is a difference of terms of about 1, which is zero except for rounding.
                 let rounding = 2f64.powi(-22) * (batch as f64 * sequence as f64).sqrt();
                 assert!(error.sqrt() <= 1e-5 * scale.sqrt() + rounding, "{name} of {self:?}: {error} of {scale}");
             }
@@ -323,7 +323,7 @@ mod tests {
         assert_eq!(chunks(&[1, 4096, 4096], 32_000), [512; 8]);
         assert_eq!(chunks(&[2, 700, 64], 5_000), [350; 4]);
         assert_eq!(chunks(&[2, 513, 64], 5_000), [257, 256, 257, 256]);
-        // One row, and rows that are not divided into sequences.
+        // The first case has one row. The rows of the second case are not divided into sequences.
         assert_eq!(chunks(&[8], 100), [1]);
         assert_eq!(chunks(&[300, 8], 100), [300]);
     }
