@@ -49,7 +49,7 @@ const ENOUGH_ROWS: usize = 256;
 /// Range of the number of rows of a chunk on a GPU. [`Chunks::cuda_chunk`] chooses the number within this range. The
 /// lower end limits the number of chunks that add to the weight's gradient. The upper end limits the memory of the
 /// logits.
-const ROWS_ON_GPU: Range<usize> = 2048..4096;
+const ROWS_ON_GPU: Range<usize> = 2048..3072;
 
 /// Rows and columns of the tiles in which a GPU's library computes products. The tiles are divided among the
 /// multiprocessors, of which an H100 or H200 has [`MULTIPROCESSORS`].
@@ -153,11 +153,12 @@ impl Chunks {
         // to more multiprocessors.
         let idle = |rows: usize| {
             let tiles = rows.div_ceil(TILE[0]) * self.width.div_ceil(TILE[1]);
-            let idle = [1, 2, 4].map(|parts| {
+            let splits = if tiles < MULTIPROCESSORS { &[1, 2, 4][..] } else { &[1] };
+            let idle = splits.iter().map(|parts| {
                 let all = (tiles * parts).next_multiple_of(MULTIPROCESSORS);
                 1000 * (all - tiles * parts) / all
             });
-            idle.into_iter().min()
+            idle.min()
         };
         let best = (least..=most).map(chunk).min_by_key(|&rows| (idle(rows), rows));
         best.expect("there is at least one chunk").min(self.rows)
