@@ -2,7 +2,7 @@
 //!
 //! In: UTF-8 text with a header line; every other line has one field per column. Columns may be in any order, and
 //! unknown columns are ignored. Out: a [`Table`]. Every error names the line of the file, or the tick of the problem.
-//! How a table's offsets are used is the caller's decision; [`Table::pinned`] reads them as pins, which is minimalloc's
+//! The caller decides how the offsets of a table are used; [`Table::pinned`] reads them as pins, which is minimalloc's
 //! meaning.
 //!
 //! ```text
