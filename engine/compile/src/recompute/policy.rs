@@ -25,7 +25,7 @@ pub enum Recompute {
     /// The results of these operations are recomputed (selective recomputation). Operations have the names that
     /// profiles and memory maps use, e.g. `layer_norm`, `gelu`, `swiglu`.
     Ops(Vec<String>),
-    /// Of these n policies, micro-batch m uses policy m mod n. If one of the policies is `None`, and n micro-batches
+    /// Micro-batch m uses policy m mod n of these n policies. If one of the policies is `None`, and n micro-batches
     /// are in flight, this is Megatron's partial checkpointing.
     Cycle(Vec<Recompute>),
     /// The values chosen by a policy of your own are recomputed.

@@ -249,7 +249,7 @@ mod tests {
         (wide(p, projection.shorter()), wide(r, projection.longer()))
     }
 
-    /// Of all spaces with as many directions, the space of the first singular vectors contains the most energy, Σ σᵢ²
+    /// Among all spaces with as many directions, the space of the first singular vectors contains the most energy, Σ σᵢ²
     /// (Eckart & Young). The space found here contains nearly as much. The test covers spectra that decay like those of
     /// gradients, and nearly flat spectra.
     #[test]

@@ -143,7 +143,7 @@ fn is_as_good(one: &Choice, other: &Choice, within: u64) -> bool {
 
 /// Returns all pairs of the best choices of two runs of candidates. While the choices of one run are searched, the
 /// other run is kept. Two choices of a run with equal costs can have different costs in combination with the other run.
-/// Of such choices, the one with the lowest bit mask is taken.
+/// The one of these choices with the lowest bit mask is taken.
 fn of_runs(layer: &Layer) -> Vec<Choice> {
     let mut costs = Costs::new(layer);
     let mut best = |subsets: Vec<u64>| -> Vec<Choice> {
