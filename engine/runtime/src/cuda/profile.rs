@@ -185,14 +185,13 @@ impl CudaBackend {
             let Some((spans, launches)) = &part.launches else { return Ok(()) };
             let describe = |group: usize| program.instructions[spans[group].start].describe();
             run.settle()?;
-            let counts: Vec<usize> = launches.iter().map(Vec::len).collect();
-            let groups = counts
+            let all: Vec<(usize, &Launch)> = launches
                 .iter()
                 .enumerate()
-                .flat_map(|(group, &count)| std::iter::repeat_n(group, count))
-                .collect::<Vec<_>>();
-            let single: Vec<&Launch> = launches.iter().flatten().collect();
-            let mut times = run.device.time(&single, &|launch| describe(groups[launch]))?.into_iter();
+                .flat_map(|(group, launches)| launches.iter().map(move |launch| (group, launch)))
+                .collect();
+            let single: Vec<&Launch> = all.iter().map(|&(_, launch)| launch).collect();
+            let mut times = run.device.time(&single, &|launch| describe(all[launch].0))?.into_iter();
             for (span, launches) in spans.iter().zip(launches) {
                 let times: Vec<Duration> = times.by_ref().take(launches.len()).collect();
                 let algorithms = launches.iter().map(|launch| run.device.algorithm(launch)).collect();

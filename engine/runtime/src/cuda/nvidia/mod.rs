@@ -208,6 +208,13 @@ impl Nvidia {
         if inside { Ok(()) } else { Err(error()) }
     }
 
+    /// Records an event after all work that is on the stream.
+    fn mark(&self) -> Result<Event, DeviceError> {
+        let event = Event::new(&self.name)?;
+        event.record(&self.name, self.stream.handle())?;
+        Ok(event)
+    }
+
     /// Waits for all work, and returns the bytes of device memory in use.
     fn in_use(&self) -> Result<u64, DeviceError> {
         self.stream.synchronize()?;
@@ -342,15 +349,10 @@ impl Device for Nvidia {
         let single = |index: usize| std::slice::from_ref(launches[index]);
         let prepared = (0..launches.len()).map(|index| self.prepare(single(index), &|_| describe(index)));
         let instead = prepared.map(|prepared| prepared.map(|(instead, _)| instead)).collect::<Result<Vec<_>, _>>()?;
-        let mark = || -> Result<Event, DeviceError> {
-            let event = Event::new(&self.name)?;
-            event.record(&self.name, self.stream.handle())?;
-            Ok(event)
-        };
-        let mut events = vec![mark()?];
+        let mut events = vec![self.mark()?];
         for (index, instead) in instead.iter().enumerate() {
             self.start_all(single(index), instead, &|_| describe(index))?;
-            events.push(mark()?);
+            events.push(self.mark()?);
         }
         let of_all = || format!("from {} on", describe(0));
         self.stream.synchronize().map_err(|error| error.during(&of_all()))?;

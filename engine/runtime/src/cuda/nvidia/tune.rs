@@ -15,7 +15,7 @@ use super::Nvidia;
 use super::launch::Tried;
 use crate::cuda::cublaslt::CublasLt;
 use crate::cuda::device::{Describe, DeviceError};
-use crate::cuda::event::{self, Event};
+use crate::cuda::event;
 use crate::cuda::named::Named;
 
 /// The environment variable that disables timing if its value is "off".
@@ -29,9 +29,12 @@ impl Nvidia {
     /// its kernels, which it may do at their first start and cannot do while a stream is being captured. The
     /// products' operands are overwritten, so they must be initialized afterwards.
     pub(super) fn try_out(&mut self, chosen: &Tried, describe: Describe<'_>) -> Result<(), DeviceError> {
+        if chosen.is_empty() {
+            return Ok(());
+        }
         let is_off = std::env::var(VARIABLE).is_ok_and(|value| value == "off");
         let device = [self.card.clone(), self.driver.to_string(), self.products.version().to_string()];
-        let known = if chosen.is_empty() || is_off { BTreeMap::new() } else { self.cache.choices(&device) };
+        let known = if is_off { BTreeMap::new() } else { self.cache.choices(&device) };
         let mut measured = BTreeMap::new();
         for (index, product) in chosen {
             let what_for = |error: DeviceError| error.during(&describe(*index));
@@ -48,7 +51,7 @@ impl Nvidia {
                 self.products.set_answer(product, answer);
                 measured.insert(form, answer);
                 let &Product { m, n, k, a, b, ref batch, .. } = product;
-                let tflops = 2.0 * (m * n * k * batch.count) as f64 / time.as_secs_f64().max(1e-9) / 1e12;
+                let tflops = product.flops() as f64 / time.as_secs_f64().max(1e-9) / 1e12;
                 tracing::info!(
                     product = %format_args!("{}×{m}×{n}×{k}{}{}", batch.count, if a.is_transposed { " At" } else { "" }, if b.is_transposed { " Bt" } else { "" }),
                     dtype = a.dtype.as_str(),
@@ -85,10 +88,9 @@ impl Nvidia {
             unsafe { self.products.start(product, self.stream.handle()) }
         };
         start()?;
-        let (from, to) = (Event::new(&self.name)?, Event::new(&self.name)?);
-        from.record(&self.name, self.stream.handle())?;
+        let from = self.mark()?;
         (0..TIMED).try_for_each(|_| start())?;
-        to.record(&self.name, self.stream.handle())?;
+        let to = self.mark()?;
         self.stream.synchronize()?;
         Ok(to.since(&from, &self.name)? / TIMED)
     }
