@@ -36,7 +36,7 @@ pub struct ArenaPlan {
 }
 
 /// The ranges and the home of one request. All ranges are whole grains. Ranges below the reserve come first, the
-/// shortest first, and ranges that reach into the reserve follow.
+/// shortest first. Ranges that extend into the reserve follow.
 #[derive(Debug, Clone)]
 struct Places {
     spare: Range<u32>,
