@@ -119,7 +119,7 @@ impl Store {
         Ok(line)
     }
 
-    /// Parses a line. The figures of the returned row are exactly those that any reader of the file gets.
+    /// Parses a line. The values of the returned row are exactly those that any reader of the file gets.
     pub fn parse(&self, line: &str) -> Result<Row, StoreError> {
         serde_json::from_str(line).map_err(|error| StoreError::Line {
             path: self.path.clone(),

@@ -73,7 +73,7 @@ impl Arena {
         &self.plan
     }
 
-    /// The figures since the arena was built.
+    /// The statistics since the arena was built.
     pub fn report(&self) -> ArenaReport {
         self.report
     }
@@ -90,7 +90,7 @@ impl Arena {
         self.live_count == 0
     }
 
-    /// Replaces the plan by a plan of the same requests with a larger reserve. The figures of the report continue from
+    /// Replaces the plan by a plan of the same requests with a larger reserve. The sums of the report continue from
     /// their current values.
     ///
     /// # Panics
@@ -188,7 +188,7 @@ impl Arena {
     }
 
     /// Prepares for the next step: frees everything that an aborted step did not release, and makes promises hold
-    /// again. The figures of the report continue from their current values.
+    /// again. The sums of the report continue from their current values.
     pub fn reset(&mut self) {
         self.is_within_promises = true;
         self.factor_hundredths = 0;
