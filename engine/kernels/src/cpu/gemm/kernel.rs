@@ -18,7 +18,7 @@ use crate::cpu::Float;
 use crate::cpu::peak::Bf16Products;
 #[cfg(target_arch = "x86_64")]
 use crate::cpu::simd::Pairs;
-use crate::cpu::simd::{Lanes, Level, Vector, prefetch_far};
+use crate::cpu::simd::{Lanes, Level, Vector, prefetch, prefetch_far};
 
 /// Distance between rows of A in [`Layout::Rows`]. If it were a multiple of 1024, the rows would share cache sets.
 pub const ROW_STRIDE: usize = 400;
@@ -294,6 +294,13 @@ unsafe fn micro<V: Vector, const ROWS: usize, const A_ROW: usize, const A_K: usi
     unsafe {
         let mut sums = [[V::splat(0.0); 2]; ROWS];
         let (mut a, mut b) = (tile.a, tile.b);
+        if tile.accumulate {
+            // Otherwise the sums would wait for C at the end.
+            for row in 0..ROWS {
+                prefetch(tile.c.wrapping_add(row * tile.c_row));
+                prefetch(tile.c.wrapping_add(row * tile.c_row + V::LANES));
+            }
+        }
         for _ in 0..tile.k {
             let panel = [V::load(b), V::load(b.add(V::LANES))];
             for row in 0..ROWS {
