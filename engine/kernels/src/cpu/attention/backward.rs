@@ -216,6 +216,10 @@ impl<T: Factor> Task<'_, T> {
             let at = (rows.start - tile_start) * ROW_STRIDE;
             let (probabilities, gradients) = (arrays.probabilities.add(at), arrays.gradients.add(at));
 
+            let next = rows.end..(rows.end + rows.len()).min(job.queries);
+            q.prefetch(next.clone(), d);
+            out.prefetch(next.clone(), of_v);
+            dout.prefetch(next, of_v);
             instructions.pack_rows(q, rows.clone(), d, arrays.q_panel);
             instructions.pack_rows(dout, rows.clone(), of_v, arrays.dout_panel);
             let product = |a: *const f32, b: *const f32, depth: usize, c: *mut f32| Product {

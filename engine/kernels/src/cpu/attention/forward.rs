@@ -9,7 +9,6 @@ use crate::cpu::gemm::kernel::{Layout, Product, ROW_STRIDE};
 use crate::cpu::gemm::pack::{PackedA, Source};
 use crate::cpu::gemm::{Factor, Strides};
 use crate::cpu::scratch::{PartLayout, Scratch};
-use crate::cpu::simd::prefetch;
 use crate::cpu::tasks::{for_each, slot};
 
 /// Maximum number of queries of a head that are processed with one packing of the keys.
@@ -164,11 +163,7 @@ impl<T: Factor> Task<'_, T> {
         unsafe {
             let q = Head::new(operands.q.cast_mut(), job.q, batch, head);
             let out = Head::new(operands.out, job.out, batch, head);
-            for query in rows.end..(rows.end + rows.len()).min(job.queries) {
-                for line in (0..job.head_size).step_by(64 / size_of::<T>()) {
-                    prefetch(q.at(query).add(line).cast());
-                }
-            }
+            q.prefetch(rows.end..(rows.end + rows.len()).min(job.queries), job.head_size);
             self.instructions.pack_rows(q, rows.clone(), job.head_size, query_panel);
             // Scaled queries would have to be rounded to bf16, so with bf16 the scores are scaled instead.
             if !T::IS_BF16 {
@@ -239,14 +234,16 @@ impl<T: Factor> Task<'_, T> {
                     row.fill(0.0);
                     continue;
                 }
-                if T::IS_BF16 {
-                    (row_kernels.scale)(row, job.scale);
-                }
+                let mut scale = if T::IS_BF16 { job.scale } else { 1.0 };
                 if let Some(cap) = job.cap {
+                    if scale != 1.0 {
+                        (row_kernels.scale)(row, scale);
+                        scale = 1.0;
+                    }
                     (row_kernels.cap)(row, 1.0, cap);
                 }
                 row[..hidden].fill(f32::NEG_INFINITY);
-                let factor = (row_kernels.softmax)(row, visible, &mut running[i]);
+                let factor = (row_kernels.softmax)(row, visible, scale, &mut running[i]);
                 if !is_first && factor != 1.0 {
                     (row_kernels.scale)(from_raw_parts_mut(out.at(query), job.value_size), factor);
                 }

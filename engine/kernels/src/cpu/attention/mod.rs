@@ -27,7 +27,7 @@ use self::rows::Rows;
 use crate::cpu::gemm::kernel::{Kernels, ROW_STRIDE};
 use crate::cpu::gemm::{BLOCK_K, Factor};
 use crate::cpu::scratch::{PartLayout, Scratch};
-use crate::cpu::simd::Level;
+use crate::cpu::simd::{Level, prefetch};
 
 pub use self::check::AttentionError;
 
@@ -396,7 +396,7 @@ impl Instructions {
     /// The kernels of a level for operands of type `T`.
     fn of<T: Factor>(level: Level) -> Self {
         let products = if T::IS_BF16 { Kernels::of_bf16(level) } else { Kernels::of(level) };
-        Self { products, rows: Rows::of(level) }
+        Self { products, rows: Rows::of(level, products.k_of_line > 1) }
     }
 }
 
@@ -436,5 +436,18 @@ impl<T: Copy> Head<T> {
     unsafe fn at(self, token: usize) -> *mut T {
         // SAFETY: by this function's contract.
         unsafe { self.start.add(token * self.token) }
+    }
+
+    /// Prefetches `size` elements of each of these tokens.
+    ///
+    /// # Safety
+    /// The tokens must exist.
+    unsafe fn prefetch(self, tokens: Range<usize>, size: usize) {
+        for token in tokens {
+            for line in (0..size).step_by(64 / size_of::<T>()) {
+                // SAFETY: by this function's contract.
+                unsafe { prefetch(self.at(token).add(line).cast()) };
+            }
+        }
     }
 }

@@ -38,10 +38,10 @@ pub(super) struct Rows {
     pub scale: unsafe fn(x: &mut [f32], factor: f32),
     dot_f32: unsafe fn(x: &[f32], y: &[f32]) -> f32,
     dot_bf16: unsafe fn(x: &[bf16], y: &[bf16]) -> f32,
-    /// Adds a row's next scores, of which the first `visible` are valid, to the row's running softmax. Replaces the
-    /// scores by exponentials relative to the new maximum. Returns the factor that rescales earlier sums to the new
-    /// maximum.
-    pub softmax: unsafe fn(scores: &mut [f32], visible: usize, running: &mut Running) -> f32,
+    /// Adds `scale` times a row's next scores, of which the first `visible` are valid, to the row's running softmax.
+    /// Replaces the scores by exponentials relative to the new maximum. Returns the factor that rescales earlier sums
+    /// to the new maximum.
+    pub softmax: unsafe fn(scores: &mut [f32], visible: usize, scale: f32, running: &mut Running) -> f32,
     /// Replaces scores by probabilities, given the row's log-sum-exp. The first `visible` scores are valid.
     pub probabilities: unsafe fn(scores: &mut [f32], visible: usize, scale: f32, lse: f32),
     /// Caps scores: x = `cap` · tanh(`factor` · x / `cap`).
@@ -75,9 +75,11 @@ impl Rows {
         }
     }
 
-    /// The functions of a level, which must be available.
-    pub fn of(level: Level) -> &'static Self {
+    /// The functions of a level, which must be available, for products that take pairs of bf16 or single values.
+    pub fn of(level: Level, pairs: bool) -> &'static Self {
         match level {
+            #[cfg(target_arch = "x86_64")]
+            Level::Avx512 if pairs => &avx512_bf16::ROWS,
             #[cfg(target_arch = "x86_64")]
             Level::Avx512 => &avx512::ROWS,
             #[cfg(target_arch = "x86_64")]
@@ -100,9 +102,8 @@ fn dot<T: Float>(x: &[T], y: &[T]) -> f32 {
     let (x, x_rest) = x.as_chunks::<LANES>();
     let (y, y_rest) = y.as_chunks::<LANES>();
     for (x, y) in x.iter().zip(y) {
-        let [x, y]: [[f32; LANES]; 2] = [x, y].map(|row| std::array::from_fn(|lane| row[lane].load()));
         for lane in 0..LANES {
-            sums[lane] = x[lane].mul_add(y[lane], sums[lane]);
+            sums[lane] = x[lane].load().mul_add(y[lane].load(), sums[lane]);
         }
     }
     for (lane, (x, y)) in x_rest.iter().zip(y_rest).enumerate() {
@@ -112,23 +113,23 @@ fn dot<T: Float>(x: &[T], y: &[T]) -> f32 {
 }
 
 #[inline(always)]
-fn softmax(scores: &mut [f32], visible: usize, running: &mut Running) -> f32 {
+fn softmax(scores: &mut [f32], visible: usize, scale: f32, running: &mut Running) -> f32 {
     let larger = |x: f32, y: f32| if x > y { x } else { y };
     scores[visible..].fill(f32::NEG_INFINITY);
     let (chunks, _) = scores.as_chunks_mut::<LANES>();
 
-    let mut maxima = [running.max; LANES];
+    let mut maxima = [f32::NEG_INFINITY; LANES];
     for chunk in chunks.iter() {
         for lane in 0..LANES {
             maxima[lane] = larger(chunk[lane], maxima[lane]);
         }
     }
-    let max = fold(maxima, larger);
+    let max = larger(scale * fold(maxima, larger), running.max);
 
     let mut sums = [0.0; LANES];
     for chunk in chunks {
         for lane in 0..LANES {
-            chunk[lane] = exp(chunk[lane] - max);
+            chunk[lane] = exp(scale * chunk[lane] - max);
             sums[lane] += chunk[lane];
         }
     }
@@ -198,6 +199,45 @@ unsafe fn pair(first: *const f32, second: *const f32, len: usize, to: *mut u32) 
     }
 }
 
+/// [`round`] and [`pair`] by the instruction that rounds to bf16. It stores subnormals as zeros, and products of pairs
+/// read them as zeros.
+#[cfg(target_arch = "x86_64")]
+mod avx512_bf16 {
+    use std::arch::x86_64::*;
+
+    use super::{LANES, Rows, avx512, bf16};
+
+    #[target_feature(enable = "avx512f,avx512bf16")]
+    unsafe fn round(from: *const f32, len: usize, to: *mut bf16) {
+        for start in (0..len).step_by(LANES) {
+            // SAFETY: as in [`super::round`].
+            unsafe {
+                let x = _mm512_cvtneps_pbh(_mm512_loadu_ps(from.add(start)));
+                to.add(start).cast::<__m256bh>().write_unaligned(x);
+            }
+        }
+    }
+
+    #[target_feature(enable = "avx512f,avx512bf16")]
+    unsafe fn pair(first: *const f32, second: *const f32, len: usize, to: *mut u32) {
+        // SAFETY: as in [`super::pair`]. Each register type is valid for any bits.
+        unsafe {
+            let load = |row: *const f32| {
+                let rounded: __m256i = std::mem::transmute(_mm512_cvtneps_pbh(_mm512_loadu_ps(row)));
+                _mm512_cvtepu16_epi32(rounded)
+            };
+            for start in (0..len).step_by(LANES) {
+                let low = load(first.add(start));
+                let high = if second.is_null() { _mm512_setzero_si512() } else { load(second.add(start)) };
+                let pairs = _mm512_or_si512(low, _mm512_slli_epi32::<16>(high));
+                to.add(start).cast::<__m512i>().write_unaligned(pairs);
+            }
+        }
+    }
+
+    pub(super) static ROWS: Rows = Rows { round, pair, ..avx512::ROWS };
+}
+
 /// Combines the lanes pairwise. The arrays have constant lengths, so the compiler keeps them in registers.
 #[inline(always)]
 fn fold(lanes: [f32; LANES], combine: impl Fn(f32, f32) -> f32) -> f32 {
@@ -236,8 +276,8 @@ macro_rules! level {
                 unsafe { super::pair(first, second, len, to) }
             }
             $(#[target_feature(enable = $feature)])?
-            unsafe fn softmax(scores: &mut [f32], visible: usize, running: &mut Running) -> f32 {
-                super::softmax(scores, visible, running)
+            unsafe fn softmax(scores: &mut [f32], visible: usize, scale: f32, running: &mut Running) -> f32 {
+                super::softmax(scores, visible, scale, running)
             }
             $(#[target_feature(enable = $feature)])?
             unsafe fn probabilities(scores: &mut [f32], visible: usize, scale: f32, lse: f32) {
@@ -262,7 +302,7 @@ macro_rules! level {
                 super::score_gradients(gradients, visible, probabilities, delta, scale);
             }
 
-            pub(super) static ROWS: Rows = Rows {
+            pub(super) const ROWS: Rows = Rows {
                 scale,
                 dot_f32,
                 dot_bf16,
