@@ -148,12 +148,40 @@ fn pair(first: bf16, second: Option<bf16>) -> u32 {
 /// `first`, and `second` if there is one, must be readable and `to` writable for `len` values.
 #[inline(always)]
 unsafe fn pairs(first: *const bf16, second: Option<*const bf16>, len: usize, to: *mut u32) {
+    let mut done = 0;
     // SAFETY: by this function's contract.
     unsafe {
-        match second {
-            Some(second) => (0..len).for_each(|i| *to.add(i) = pair(*first.add(i), Some(*second.add(i)))),
-            None => (0..len).for_each(|i| *to.add(i) = pair(*first.add(i), None)),
+        while done + 16 <= len {
+            some_pairs::<16>(first, second, done, to);
+            done += 16;
         }
+        while done + 8 <= len {
+            some_pairs::<8>(first, second, done, to);
+            done += 8;
+        }
+        while done < len {
+            some_pairs::<1>(first, second, done, to);
+            done += 1;
+        }
+    }
+}
+
+/// Writes `N` of the pairs of [`pairs`], from `at` on. All values are read before the first pair is written, so that the
+/// compiler can use vectors although it does not know that the lines are apart.
+///
+/// # Safety
+/// As for [`pairs`], for `at` + `N` values.
+#[inline(always)]
+unsafe fn some_pairs<const N: usize>(first: *const bf16, second: Option<*const bf16>, at: usize, to: *mut u32) {
+    // SAFETY: by this function's contract.
+    unsafe {
+        let load = |line: *const bf16| line.add(at).cast::<[u16; N]>().read_unaligned();
+        let (low, high) = (load(first), second.map_or([0; N], load));
+        let mut lanes = [0u32; N];
+        for i in 0..N {
+            lanes[i] = u32::from(low[i]) | u32::from(high[i]) << 16;
+        }
+        to.add(at).cast::<[u32; N]>().write_unaligned(lanes);
     }
 }
 
