@@ -89,7 +89,7 @@ fn a_run_is_used_where_nothing_else_is_left() {
             }
         }
         assert_eq!(results(&run), before, "{name}");
-        assert_eq!(Report::open(&[run.clone()]).unwrap().runs()[0].error(), None);
+        assert_eq!(Report::open(std::slice::from_ref(&run)).unwrap().runs()[0].error(), None);
 
         // The exported model has the bits of the run's.
         let out = elsewhere.path().join(format!("{name}.exported"));
@@ -182,7 +182,7 @@ fn a_failed_run_leaves_its_reason() {
     assert_eq!((&summary(&out)["error"], &summary(&out)["ended"]), (&error.clone().into(), &"failed".into()));
     assert!(summary(&out)["steps"].as_u64() > Some(0) && summary(&out)["final_loss"].is_f64());
     assert!(fs::read_to_string(out.join("log.txt")).unwrap().contains(&format!("the run has failed: {error}")));
-    let report = Report::open(&[out.clone()]).unwrap();
+    let report = Report::open(std::slice::from_ref(&out)).unwrap();
     assert_eq!(report.runs()[0].error(), Some(&*error));
     let rows = fs::read(out.join("metrics.jsonl")).unwrap();
 

@@ -23,7 +23,8 @@ const TOKENS: usize = 256;
 
 /// Continue a text, or answer a question, with the weights of a run or of a Hugging Face folder.
 ///
-/// Options that are not given are as in [sample] of run.toml, or as in generation_config.json and transformers: without do_sample
+/// A run's folder is enough: its data and the model folder from which it started need not exist. Options that are not given are as in
+/// [sample] of run.toml, or as in generation_config.json and transformers: without do_sample
 /// the most likely token is taken; any of --temperature, --top-k, --top-p and --min-p turns random sampling on.
 #[derive(Debug, clap::Args)]
 pub struct Arguments {
@@ -36,7 +37,7 @@ pub struct Arguments {
     /// The beginning of the text, or the user's message; by default read from the standard input.
     #[arg(long)]
     prompt: Option<String>,
-    /// Put the prompt into the chat template and generate an answer.
+    /// Put the prompt into the chat template, of the folder or of the tokenizer that the run was given, and generate an answer.
     #[arg(long)]
     chat: bool,
     /// The system message before the user's message.
