@@ -68,11 +68,6 @@ impl Console {
         self.errors.log(format!("{line}\n").as_bytes());
     }
 
-    /// True if [`Self::write_log`] has opened a file.
-    pub(super) fn has_log(&self) -> bool {
-        self.errors.heard().log.is_some()
-    }
-
     /// Writes a row if [`Self::write_rows`] has opened a file.
     pub fn row(&mut self, row: &impl Serialize) {
         if let Some(Err(MetricsError { path, source })) = self.rows.as_mut().map(|(_, rows)| rows.write(row)) {

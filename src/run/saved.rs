@@ -73,8 +73,7 @@ pub(super) fn say_changes(checkpoint: &Checkpoint, part: &str, now: &Value, cons
     }
 }
 
-/// Returns the saved settings under `part`. If they are a run configuration, returns
-/// its [`RunConfig::compared`] settings.
+/// Returns the saved settings under `part`. If they are a run configuration, returns its [`RunConfig::compared`] settings.
 fn saved_part(checkpoint: &Checkpoint, part: &str) -> Value {
     let saved = checkpoint.metadata().get("run").and_then(|run| run.get(part)).unwrap_or(&Value::Null);
     let config = || RunConfig::of_table(&toml::Table::try_from(without_nulls(saved)).ok()?).ok();

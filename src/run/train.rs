@@ -5,6 +5,7 @@ use std::fs;
 use std::io::Write;
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
@@ -132,7 +133,8 @@ pub fn train(
         let why = format!("it has {ranks} ranks, but {} processes were started", world.size());
         return Err(ConfigError::value("mesh", why, "start one process, or one for each rank").into());
     }
-    let (is_first, mut last, mut show) = (world.rank() == 0, None, show);
+    let (is_first, begun) = (world.rank() == 0, &AtomicBool::new(false));
+    let (mut last, mut show) = (None, show);
     let show = |progress| {
         last = Some(progress);
         show(progress);
@@ -140,7 +142,7 @@ pub fn train(
     let summary = if world.size() == ranks {
         let mut others = Console::silent();
         let console = if is_first { &mut *console } else { &mut others };
-        Rank { config, out, start, console }.train(world, show)
+        Rank { config, out, start, begun, console }.train(world, show)
     } else {
         // Only the first rank gets the console and the callback for progress.
         let first = Mutex::new(Some((&mut *console, show)));
@@ -148,26 +150,25 @@ pub fn train(
             let first =
                 if world.rank() == 0 { first.lock().unwrap_or_else(PoisonError::into_inner).take() } else { None };
             match first {
-                Some((console, show)) => Rank { config, out, start, console }.train(world, show),
-                None => Rank { config, out, start, console: &mut Console::silent() }.train(world, |_| {}),
+                Some((console, show)) => Rank { config, out, start, begun, console }.train(world, show),
+                None => Rank { config, out, start, begun, console: &mut Console::silent() }.train(world, |_| {}),
             }
         });
         summaries.map(|all| all.into_iter().next().expect("there is at least one rank"))
     };
+    // If the folder is gone, there is no place for the error.
     if let Err(error) = &summary
         && is_first
+        && begun.load(Ordering::Relaxed)
+        && !matches!(error, RunError::FolderGone { .. })
     {
         record_failure(error, last, out, console);
     }
     summary
 }
 
-/// Writes the error that has ended a run into the run's log.txt and summary.json. Does nothing if the run had not begun, or
-/// if its folder is gone.
+/// Writes the error that has ended a run into the run's log.txt and summary.json.
 fn record_failure(error: &RunError, last: Option<Progress>, out: &Path, console: &Console) {
-    if !console.has_log() || matches!(error, RunError::FolderGone { .. }) {
-        return;
-    }
     console.log(format_args!("the run has failed: {error}"));
     let summary = json!({
         "ended": "failed",
@@ -187,6 +188,8 @@ struct Rank<'a> {
     config: &'a RunConfig,
     out: &'a Path,
     start: &'a Start,
+    /// True once the folder belongs to this run.
+    begun: &'a AtomicBool,
     console: &'a mut Console,
 }
 
@@ -195,7 +198,7 @@ impl<'a> Rank<'a> {
     /// prepares the data before the other ranks open it, so that they find the tokenized data in the cache.
     fn train(self, mut world: Box<dyn Communicator>, show: impl FnMut(Progress)) -> Result<Summary, RunError> {
         // All checks that may fail come before the first change to the folder.
-        let Self { config, out, start, console } = self;
+        let Self { config, out, start, begun, console } = self;
         let is_first = world.rank() == 0;
         let folder = if is_first { RunFolder::open(out)? } else { RunFolder::of_another_rank(out) };
         let writes_config = is_first && may_write_config(config, out)?;
@@ -249,6 +252,12 @@ impl<'a> Rank<'a> {
             let log = out.join("log.txt");
             let cannot = |source| RunError::Io { what: format!("cannot write {}", log.display()), source };
             run.console.write_log(&log, resumed.is_some()).map_err(cannot)?;
+            begun.store(true, Ordering::Relaxed);
+            let summary = out.join(SUMMARY);
+            if resumed.is_some() && is_failure(&summary) {
+                let cannot = |source| RunError::Io { what: format!("cannot remove {}", summary.display()), source };
+                fs::remove_file(&summary).map_err(cannot)?;
+            }
         }
         let stop =
             Stop::on_signals().map_err(|source| RunError::Io { what: "cannot listen to signals".into(), source })?;
@@ -260,8 +269,7 @@ impl<'a> Rank<'a> {
             // If no step was left to do, the summary of the earlier process is kept. There is none if that process was
             // killed after its last step.
             let before = fs::read(&path).ok().and_then(|text| serde_json::from_slice::<Value>(&text).ok());
-            let before = before
-                .filter(|before| summary.final_loss.is_none() && resumed.is_some() && before.get("error").is_none());
+            let before = before.filter(|_| summary.final_loss.is_none() && resumed.is_some());
             if before.is_some() {
                 let steps = summary.steps;
                 run.console.say(format_args!("all {steps} steps were done before; raise steps to continue"));
@@ -391,6 +399,12 @@ impl<'a> RunInProgress<'a> {
         console.say(format_args!("the trained weights are in {}", to.display()));
         Ok(to.file_name().map(PathBuf::from))
     }
+}
+
+/// True if this is the summary of a failed run.
+fn is_failure(summary: &Path) -> bool {
+    let summary = fs::read(summary).ok().and_then(|text| serde_json::from_slice::<Value>(&text).ok());
+    summary.is_some_and(|summary| summary.get("error").is_some())
 }
 
 /// Copies the settings of the model folder and the tokenizer that the run was given into the run's folder, so that the

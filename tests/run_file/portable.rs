@@ -173,11 +173,11 @@ fn a_failed_run_leaves_its_reason() {
     let out = place.path().join("run");
     let fails = ["steps=6", "guard.loss=1e-6", "guard.window=1", "guard.patience=1", "learning_rate.peak=1e3"];
     let fails = fails.map(str::to_owned);
-    let go = |settings: &[String]| {
+    let go = |settings: &[String], start: Start| {
         let config = RunConfig::read(&place.file(TINY), settings).unwrap();
-        train(&config, &out, &Start::Anew, &mut Console::default(), |_| {})
+        train(&config, &out, &start, &mut Console::default(), |_| {})
     };
-    let error = go(&fails).unwrap_err().to_string();
+    let error = go(&fails, Start::Anew).unwrap_err().to_string();
     let summary = |out: &Path| serde_json::from_slice::<Value>(&fs::read(out.join("summary.json")).unwrap()).unwrap();
     assert_eq!((&summary(&out)["error"], &summary(&out)["ended"]), (&error.clone().into(), &"failed".into()));
     assert!(summary(&out)["steps"].as_u64() > Some(0) && summary(&out)["final_loss"].is_f64());
@@ -186,16 +186,23 @@ fn a_failed_run_leaves_its_reason() {
     assert_eq!(report.runs()[0].error(), Some(&*error));
     let rows = fs::read(out.join("metrics.jsonl")).unwrap();
 
-    go(&[]).unwrap();
+    go(&[], Start::Anew).unwrap();
     assert!(summary(&out).get("error").is_none());
     let earlier = out.join("earlier.1");
     assert_eq!((fs::read(earlier.join("metrics.jsonl")).unwrap(), &summary(&earlier)["error"]), (rows, &error.into()));
+
+    // A run that fails after a checkpoint is resumed. Its summary is then that of a run that has not failed.
+    let saves = [&fails[..], &["checkpoints.every=1".to_owned()]].concat();
+    go(&saves, Start::Anew).unwrap_err();
+    assert!(summary(&out).get("error").is_some());
+    go(&["steps=6".to_owned(), "learning_rate.peak=1e-3".to_owned()], Start::Resume).unwrap();
+    assert!(summary(&out).get("error").is_none() && out.join("earlier.2").exists());
 
     // A run that is refused before it begins leaves the folder as it is.
     fs::remove_file(place.path().join("text.txt")).unwrap();
     let config = RunConfig::read_without_data(Some(&place.path().join("run.toml")), &[]).unwrap();
     train(&config, &out, &Start::Anew, &mut Console::default(), |_| {}).unwrap_err();
-    assert!(summary(&out).get("error").is_none() && !out.join("earlier.2").exists());
+    assert!(summary(&out).get("error").is_none() && !out.join("earlier.3").exists());
 }
 
 /// The commands of docs/fine_tuning.md, from a printed run file to a conversation with the result. Only the number of steps
