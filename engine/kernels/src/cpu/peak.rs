@@ -1,5 +1,5 @@
-//! The multiply-add rates that one core reaches in registers alone, and the choice of how products of two bf16
-//! factors are computed.
+//! The multiply-add rates that one core reaches in registers alone, and the choice of how products of two bf16 operands
+//! are computed.
 //!
 //! `vdpbf16ps` multiplies twice as many elements as an f32 multiply-add, but some processors start it at half the rate
 //! or less. For example, an Intel Xeon with AVX-512-BF16 reached 100 GFLOP/s per core with `vdpbf16ps`, but 196 GFLOP/s
@@ -11,7 +11,7 @@ use std::time::Instant;
 
 use super::simd::{Level, Vector};
 
-/// The method of computing products of two bf16 factors. The two methods round differently.
+/// The method of computing products of two bf16 operands. The two methods round differently.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Bf16Products {
     /// Two products at a time, with `vdpbf16ps` of AVX-512.
@@ -75,7 +75,7 @@ impl Peak {
         Self { f32: rate(loops::of(Level::best())), bf16_pairs: loops::of_pairs().map(rate) }
     }
 
-    /// Returns the rate of products of two bf16 factors, with the [chosen](Bf16Products::chosen) method.
+    /// Returns the rate of products of two bf16 operands, with the [chosen](Bf16Products::chosen) method.
     pub fn bf16(self) -> f64 {
         match Bf16Products::chosen() {
             Bf16Products::Pairs => self.bf16_pairs.unwrap_or(self.f32),

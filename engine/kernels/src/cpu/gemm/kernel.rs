@@ -63,7 +63,7 @@ pub struct Tile {
     pub epilogue: RawEpilogue,
 }
 
-/// An element type of factors: f32 or bf16.
+/// An element type of a product's operands: f32 or bf16.
 pub trait Factor: Float {
     /// True for bf16.
     const IS_BF16: bool;
@@ -88,7 +88,7 @@ pub trait Factor: Float {
     /// The requirements of [`Kernels::pack_panel`] apply.
     unsafe fn pack_panel(kernels: &Kernels, source: &pack::Source<Self>, k: usize, columns: usize, to: *mut f32);
 
-    /// Returns the factors if they are f32, or `None` if they are bf16.
+    /// Returns the address of an operand's elements if they are f32, or `None` if they are bf16.
     fn as_f32(factors: *const Self) -> Option<*const f32>;
 }
 
@@ -163,7 +163,7 @@ type Micro = unsafe fn(&Tile);
 pub struct Kernels {
     /// Columns of a panel of B.
     pub columns: usize,
-    /// Number of k that one line of packed factors holds: 1, or 2 for pairs of bf16.
+    /// Number of k that one line of packed operands holds: 1, or 2 for pairs of bf16.
     pub k_of_line: usize,
     /// Micro-kernels, indexed by the layout of A, and then by the number of rows − 1.
     micro: [&'static [Micro]; 3],
@@ -173,7 +173,7 @@ pub struct Kernels {
     pub pack_panel_bf16: unsafe fn(&pack::Source<bf16>, usize, usize, *mut f32),
     /// Packs rows of A in bf16.
     pub pack_rows_bf16: unsafe fn(&pack::Source<bf16>, usize, usize, Layout, &PackedA),
-    /// Kernels that read both factors in place, indexed by the number of rows − 1.
+    /// Kernels that read both operands in place, indexed by the number of rows − 1.
     in_place: &'static [unsafe fn(&InPlace)],
 }
 
@@ -192,7 +192,7 @@ impl Kernels {
         }
     }
 
-    /// Returns the kernels of a level for two bf16 factors.
+    /// Returns the kernels of a level for two bf16 operands.
     pub fn of_bf16(level: Level) -> &'static Self {
         match level {
             #[cfg(target_arch = "x86_64")]
