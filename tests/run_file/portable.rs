@@ -143,7 +143,8 @@ fn a_run_is_used_where_nothing_else_is_left() {
         &["sample", &adapter, "--prompt", "to be"],
         "and there is no such folder; name the base model's folder with --base",
     );
-    let with_base = gapless(&["sample", &adapter, "--prompt", "to be", "--tokens", "1", "--base", "base.gone"]);
+    let with_base =
+        gapless(&["sample", &adapter, "--chat", "--prompt", "to be?", "--tokens", "1", "--base", "base.gone"]);
     assert!(with_base.status.success(), "{with_base:?}");
 }
 
@@ -171,7 +172,7 @@ fn a_run_is_resumed_from_another_directory() {
 fn a_failed_run_leaves_its_reason() {
     let place = Place::new();
     let out = place.path().join("run");
-    let fails = ["steps=6", "guard.loss=1e-6", "guard.window=1", "guard.patience=1", "learning_rate.peak=1e3"];
+    let fails = ["steps=40", "guard.loss=1e-6", "guard.window=1", "guard.patience=1", "evaluation.every=0"];
     let fails = fails.map(str::to_owned);
     let go = |settings: &[String], start: Start| {
         let config = RunConfig::read(&place.file(TINY), settings).unwrap();
@@ -195,7 +196,7 @@ fn a_failed_run_leaves_its_reason() {
     let saves = [&fails[..], &["checkpoints.every=1".to_owned()]].concat();
     go(&saves, Start::Anew).unwrap_err();
     assert!(summary(&out).get("error").is_some());
-    go(&["steps=6".to_owned(), "learning_rate.peak=1e-3".to_owned()], Start::Resume).unwrap();
+    go(&["steps=40".to_owned(), "evaluation.every=0".to_owned()], Start::Resume).unwrap();
     assert!(summary(&out).get("error").is_none() && out.join("earlier.2").exists());
 
     // A run that is refused before it begins leaves the folder as it is.
