@@ -29,6 +29,20 @@ fn llama() -> LlamaConfig {
     LlamaConfig { vocabulary: 60, layers: 2, heads: 4, kv_heads: 2, width: 32, hidden: 40, ..LlamaConfig::default() }
 }
 
+fn gemma() -> LlamaConfig {
+    LlamaConfig {
+        activation: GateActivation::Gelu,
+        norms: Norms::Both,
+        offset_norms: true,
+        scaled_embedding: true,
+        query_scale: Some(24.0),
+        sliding_window: Some(4),
+        full_layers: vec![1],
+        tied: true,
+        ..llama()
+    }
+}
+
 fn moe() -> MoeConfig {
     let router = RouterConfig { experts: 4, jitter: 0.01, z_loss: 0.001, ..RouterConfig::default() };
     MoeConfig { llama: llama(), router, expert_hidden: 24, ..MoeConfig::default() }
@@ -77,6 +91,8 @@ fn models() -> Vec<(&'static str, Architecture)> {
         ("qwen2", Llama(LlamaConfig { qkv_bias: true, sliding_window: Some(4), full_layers: vec![0], ..llama() })),
         ("qwen3", Llama(LlamaConfig { qk_norm: QkNorm::Head, ..llama() })),
         ("olmo2", Llama(LlamaConfig { qk_norm: QkNorm::Width, norms: Norms::After, ..llama() })),
+        ("gemma2", Llama(LlamaConfig { attention_cap: Some(50.0), logit_cap: Some(30.0), ..gemma() })),
+        ("gemma3_text", Llama(LlamaConfig { qk_norm: QkNorm::Head, window_rope_theta: Some(1e4), ..gemma() })),
         ("mixtral", Moe(moe())),
         ("qwen2_moe", Moe(qwen)),
         ("qwen3_moe", Moe(MoeConfig { llama: LlamaConfig { qk_norm: QkNorm::Head, ..llama() }, ..moe() })),

@@ -197,6 +197,8 @@ fn candidates(architecture: &Architecture, positions: usize) -> Vec<Candidate> {
                 ("qwen2", "Qwen2ForCausalLM", with(window(llama))),
                 ("qwen3", "Qwen3ForCausalLM", with(window(llama))),
                 ("olmo2", "Olmo2ForCausalLM", with(json!({ "attention_bias": bias }))),
+                ("gemma2", "Gemma2ForCausalLM", with(gemma(llama))),
+                ("gemma3_text", "Gemma3ForCausalLM", with(gemma(llama))),
             ]
         }
         Architecture::Moe(moe) => {
@@ -278,6 +280,23 @@ fn window(llama: &LlamaConfig) -> Value {
             "layer_types": (0..llama.layers).map(kind).collect::<Vec<_>>(),
         }),
     }
+}
+
+fn gemma(llama: &LlamaConfig) -> Value {
+    let slides = |layer| llama.sliding_window.is_some() && !llama.full_layers.contains(&layer);
+    let kind = |layer| if slides(layer) { "sliding_attention" } else { "full_attention" };
+    let mut options = json!({
+        "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh",
+        // transformers only accepts a whole number.
+        "query_pre_attn_scalar": llama.query_scale.unwrap_or(head_size(llama) as f64) as u64,
+        "attn_logit_softcapping": llama.attention_cap, "final_logit_softcapping": llama.logit_cap,
+        "sliding_window": llama.sliding_window.unwrap_or(4096),
+        "layer_types": (0..llama.layers).map(kind).collect::<Vec<_>>(),
+    });
+    if let Some(theta) = llama.window_rope_theta {
+        options["rope_local_base_freq"] = json!(theta);
+    }
+    options
 }
 
 fn of_router(moe: &MoeConfig) -> Value {

@@ -11,7 +11,7 @@ use crate::output::{exit_code, tell};
 /// Write the model of a run as a Hugging Face folder, which transformers, other programs and `sample` open.
 ///
 /// The folder has config.json, model.safetensors and the tokenizer. Adapters (LoRA) are added to the weights. A model that was trained
-/// from scratch gets the family that computes the same (gpt2, llama, mistral, qwen2, qwen3, olmo2, mixtral, qwen2_moe, qwen3_moe,
+/// from scratch gets the family that computes the same (gpt2, llama, mistral, qwen2, qwen3, olmo2, gemma2, gemma3_text, mixtral, qwen2_moe, qwen3_moe,
 /// deepseek_v3); if there is none, the differences to the nearest family are printed.
 #[derive(Debug, clap::Args)]
 pub struct Arguments {
