@@ -63,6 +63,11 @@ impl Console {
         self.errors.note("the standard output", say_to(&mut io::stdout().lock(), line));
     }
 
+    /// Writes a line to the log only, if [`Self::write_log`] has opened a file.
+    pub(super) fn log(&self, line: impl Display) {
+        self.errors.log(format!("{line}\n").as_bytes());
+    }
+
     /// Writes a row if [`Self::write_rows`] has opened a file.
     pub fn row(&mut self, row: &impl Serialize) {
         if let Some(Err(MetricsError { path, source })) = self.rows.as_mut().map(|(_, rows)| rows.write(row)) {

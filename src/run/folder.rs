@@ -16,10 +16,13 @@ const DEFAULT_KEEP_LAST: usize = 2;
 /// Name of the subfolder with the checkpoints.
 const CHECKPOINTS: &str = "checkpoints";
 
+/// Name of the subfolder with the files that a run was given and that it needs later, apart from its data.
+pub(super) const PRETRAINED: &str = "pretrained";
+
 /// Files and folders that a run writes. If a folder contains one of them, but not the lock file of a run, the files are
 /// not from a run.
-const WRITTEN: [&str; 7] =
-    [CHECKPOINTS, "metrics.jsonl", "log.txt", "samples.txt", "summary.json", "memory.html", "plan.csv"];
+const WRITTEN: [&str; 8] =
+    [CHECKPOINTS, PRETRAINED, "metrics.jsonl", "log.txt", "samples.txt", "summary.json", "memory.html", "plan.csv"];
 
 /// Files that are copied, not moved, into the folder of an earlier run. They are needed to read the checkpoints there.
 const COPIED: [&str; 2] = ["run.toml", "tokenizer.json"];

@@ -31,6 +31,7 @@ mod config;
 mod console;
 mod error;
 mod event;
+mod export;
 mod fit;
 mod folder;
 mod guard;

@@ -73,11 +73,22 @@ pub(super) fn say_changes(checkpoint: &Checkpoint, part: &str, now: &Value, cons
     }
 }
 
-/// Returns the saved settings under `part`. If they are a run configuration, they are converted to its current layout.
+/// Returns the saved settings under `part`. If they are a run configuration, returns its [`RunConfig::compared`] settings.
 fn saved_part(checkpoint: &Checkpoint, part: &str) -> Value {
     let saved = checkpoint.metadata().get("run").and_then(|run| run.get(part)).unwrap_or(&Value::Null);
-    let config = || RunConfig::of_table(&toml::Table::try_from(saved).ok()?).ok();
-    config().map_or_else(|| saved.clone(), |config| json!(config))
+    let config = || RunConfig::of_table(&toml::Table::try_from(without_nulls(saved)).ok()?).ok();
+    config().map_or_else(|| saved.clone(), |config| config.compared())
+}
+
+/// Returns a value without the keys that are null, because TOML has no null.
+fn without_nulls(value: &Value) -> Value {
+    match value {
+        Value::Object(entries) => {
+            let entries = entries.iter().filter(|(_, value)| !value.is_null());
+            entries.map(|(key, value)| (key.clone(), without_nulls(value))).collect()
+        }
+        other => other.clone(),
+    }
 }
 
 /// Opens the data of a run. A new run prepares the data. A resumed run opens the prepared data in the folder that the

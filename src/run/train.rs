@@ -5,6 +5,7 @@ use std::fs;
 use std::io::Write;
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
@@ -18,7 +19,7 @@ use gapless_parallel::Mesh;
 use serde_json::{Value, json};
 
 use super::config::text_of;
-use super::folder::{free_name, write};
+use super::folder::{PRETRAINED, free_name, write};
 use super::routing::StepRow;
 use super::{
     ConfigError, Console, Ended, Event, ModelConfig, RunConfig, RunError, RunFolder, SampleConfig, Stop, Summary,
@@ -52,9 +53,16 @@ const MAY_CHANGE: &[&str] = &[
     "evaluation",
     "checkpoints",
     "sample",
-    "data.cache",
     "estimate",
+    // Places, which change if a run is moved. The hash of the data shows whether the data are the same.
+    "data.cache",
+    "data.path",
+    "data.tokenizer",
+    "model.folder",
 ];
+
+/// Name of the summary in a run's folder.
+const SUMMARY: &str = "summary.json";
 
 /// Name of the configuration in a run's folder.
 pub(super) const CONFIG: &str = "run.toml";
@@ -80,8 +88,9 @@ pub struct Progress {
 /// Trains a model as the configuration describes. All results are written into one folder:
 ///
 /// ```text
-/// run.toml        the configuration with all defaults
+/// run.toml        the configuration with all defaults and absolute paths
 /// tokenizer.json  the vocabulary, unless it is plain bytes or bare ids
+/// pretrained/     the files that the run was given, apart from weights: settings of the model folder, tokenizer, chat template
 /// memory.html     the memory map of the planned step
 /// plan.csv        the same plan as a table of tensors, lifetimes and offsets, which `gapless compare` can read
 /// metrics.jsonl   one row per step and per evaluation
@@ -92,6 +101,9 @@ pub struct Progress {
 /// model/          if the model is a Hugging Face folder: the trained folder; with LoRA, adapter/ in PEFT's format
 /// earlier.1/      an earlier run of this folder, with all of the above; then earlier.2/ and so on
 /// ```
+///
+/// The folder is self-contained: it may be moved, and [`TrainedRun`](super::TrainedRun) needs neither the data nor the model
+/// folder. If the run fails after it has begun, the error is in log.txt and summary.json.
 ///
 /// Returns an error if the folder has one of these files but no run has used the folder. Exceptions are `model/` and
 /// `adapter/`: if such a folder exists, the trained weights are written to `model.1/` and so on.
@@ -114,27 +126,61 @@ pub fn train(
     show: impl FnMut(Progress) + Send,
 ) -> Result<Summary, RunError> {
     config.check()?;
+    let config = &config.clone().with_absolute_paths();
     let ranks = config.mesh.ranks().map_err(TrainError::from)?;
     let world = gapless_mpi::world()?;
-    if world.size() == ranks {
-        let mut others = Console::silent();
-        let console = if world.rank() == 0 { console } else { &mut others };
-        return Rank { config, out, start, console }.train(world, show);
-    }
-    if world.size() > 1 {
+    if world.size() > 1 && world.size() != ranks {
         let why = format!("it has {ranks} ranks, but {} processes were started", world.size());
         return Err(ConfigError::value("mesh", why, "start one process, or one for each rank").into());
     }
-    // Only the first rank gets the console and the callback for progress.
-    let first = Mutex::new(Some((console, show)));
-    let summaries = on_threads(ranks, |world| {
-        let first = if world.rank() == 0 { first.lock().unwrap_or_else(PoisonError::into_inner).take() } else { None };
-        match first {
-            Some((console, show)) => Rank { config, out, start, console }.train(world, show),
-            None => Rank { config, out, start, console: &mut Console::silent() }.train(world, |_| {}),
-        }
-    })?;
-    Ok(summaries.into_iter().next().expect("there is at least one rank"))
+    let (is_first, begun) = (world.rank() == 0, &AtomicBool::new(false));
+    let (mut last, mut show) = (None, show);
+    let show = |progress| {
+        last = Some(progress);
+        show(progress);
+    };
+    let summary = if world.size() == ranks {
+        let mut others = Console::silent();
+        let console = if is_first { &mut *console } else { &mut others };
+        Rank { config, out, start, begun, console }.train(world, show)
+    } else {
+        // Only the first rank gets the console and the callback for progress.
+        let first = Mutex::new(Some((&mut *console, show)));
+        let summaries = on_threads(ranks, |world| {
+            let first =
+                if world.rank() == 0 { first.lock().unwrap_or_else(PoisonError::into_inner).take() } else { None };
+            match first {
+                Some((console, show)) => Rank { config, out, start, begun, console }.train(world, show),
+                None => Rank { config, out, start, begun, console: &mut Console::silent() }.train(world, |_| {}),
+            }
+        });
+        summaries.map(|all| all.into_iter().next().expect("there is at least one rank"))
+    };
+    // If the folder is gone, there is no place for the error.
+    if let Err(error) = &summary
+        && is_first
+        && begun.load(Ordering::Relaxed)
+        && !matches!(error, RunError::FolderGone { .. })
+    {
+        record_failure(error, last, out, console);
+    }
+    summary
+}
+
+/// Writes the error that has ended a run into the run's log.txt and summary.json.
+fn record_failure(error: &RunError, last: Option<Progress>, out: &Path, console: &Console) {
+    console.log(format_args!("the run has failed: {error}"));
+    let summary = json!({
+        "ended": "failed",
+        "error": error.to_string(),
+        "steps": last.map(|progress| progress.done),
+        "final_loss": last.map(|progress| progress.loss),
+    });
+    // The disk may be full. The error itself is returned, so a second one is only a warning.
+    let path = out.join(SUMMARY);
+    if let Err(error) = write(&path, &format!("{summary:#}\n")) {
+        tracing::warn!(%error, "the error that ended the run is not in its summary");
+    }
 }
 
 /// A rank of a run, before its data and its trainer exist.
@@ -142,6 +188,8 @@ struct Rank<'a> {
     config: &'a RunConfig,
     out: &'a Path,
     start: &'a Start,
+    /// True once the folder belongs to this run.
+    begun: &'a AtomicBool,
     console: &'a mut Console,
 }
 
@@ -150,7 +198,7 @@ impl<'a> Rank<'a> {
     /// prepares the data before the other ranks open it, so that they find the tokenized data in the cache.
     fn train(self, mut world: Box<dyn Communicator>, show: impl FnMut(Progress)) -> Result<Summary, RunError> {
         // All checks that may fail come before the first change to the folder.
-        let Self { config, out, start, console } = self;
+        let Self { config, out, start, begun, console } = self;
         let is_first = world.rank() == 0;
         let folder = if is_first { RunFolder::open(out)? } else { RunFolder::of_another_rank(out) };
         let writes_config = is_first && may_write_config(config, out)?;
@@ -162,8 +210,8 @@ impl<'a> Rank<'a> {
         };
         let resumed = checkpoint.as_ref().filter(|_| *start == Start::Resume);
         match (resumed, &checkpoint) {
-            (Some(checkpoint), _) => expect_same(checkpoint, "config", &json!(config), MAY_CHANGE, console)?,
-            (None, Some(checkpoint)) => say_changes(checkpoint, "config", &json!(config), console),
+            (Some(checkpoint), _) => expect_same(checkpoint, "config", &config.compared(), MAY_CHANGE, console)?,
+            (None, Some(checkpoint)) => say_changes(checkpoint, "config", &config.compared(), console),
             (None, None) => {}
         }
         let dataset = if is_first { Some(config.dataset()?) } else { None };
@@ -196,11 +244,20 @@ impl<'a> Rank<'a> {
         if writes_vocabulary {
             run.dataset.vocabulary().save(&out.join(TOKENIZER))?;
         }
+        if is_first && !out.join(PRETRAINED).exists() {
+            keep_pretrained(config, out)?;
+        }
         if is_first {
             run.console.write_rows(&out.join("metrics.jsonl"), resumed.is_some())?;
             let log = out.join("log.txt");
             let cannot = |source| RunError::Io { what: format!("cannot write {}", log.display()), source };
             run.console.write_log(&log, resumed.is_some()).map_err(cannot)?;
+            begun.store(true, Ordering::Relaxed);
+            let summary = out.join(SUMMARY);
+            if resumed.is_some() && is_failure(&summary) {
+                let cannot = |source| RunError::Io { what: format!("cannot remove {}", summary.display()), source };
+                fs::remove_file(&summary).map_err(cannot)?;
+            }
         }
         let stop =
             Stop::on_signals().map_err(|source| RunError::Io { what: "cannot listen to signals".into(), source })?;
@@ -208,7 +265,7 @@ impl<'a> Rank<'a> {
         folder.check_exists()?;
         let mut summary = Summary::new(&run.trainer, &fitted, stop.signal());
         if is_first {
-            let path = out.join("summary.json");
+            let path = out.join(SUMMARY);
             // If no step was left to do, the summary of the earlier process is kept. There is none if that process was
             // killed after its last step.
             let before = fs::read(&path).ok().and_then(|text| serde_json::from_slice::<Value>(&text).ok());
@@ -333,12 +390,50 @@ impl<'a> RunInProgress<'a> {
             to = free_name(&to, 1);
         }
         match is_lora {
-            true => folder.save_adapter(&trainer, &to)?,
-            false => folder.save(&trainer, &to, None)?,
+            true => {
+                folder.save_adapter(&trainer, &to)?;
+                hf::copy_tokenizer(&out.join(PRETRAINED), &to)?;
+            }
+            false => folder.save_with_tokenizer(&trainer, &to, None, &out.join(PRETRAINED))?,
         }
         console.say(format_args!("the trained weights are in {}", to.display()));
         Ok(to.file_name().map(PathBuf::from))
     }
+}
+
+/// True if this is the summary of a failed run.
+fn is_failure(summary: &Path) -> bool {
+    let summary = fs::read(summary).ok().and_then(|text| serde_json::from_slice::<Value>(&text).ok());
+    summary.is_some_and(|summary| summary.get("error").is_some())
+}
+
+/// Copies the settings of the model folder and the tokenizer that the run was given into the run's folder, so that the
+/// trained model can be used without them. Does nothing if the run was given neither.
+fn keep_pretrained(config: &RunConfig, out: &Path) -> Result<(), RunError> {
+    let model = match &config.model {
+        ModelConfig::Folder(folder) => Some(folder),
+        ModelConfig::Gpt(_) | ModelConfig::Llama(_) | ModelConfig::Moe(_) => None,
+    };
+    if model.is_none() && config.data.tokenizer.is_none() {
+        return Ok(());
+    }
+    // The folder gets its name when it is complete.
+    let (to, partial) = (out.join(PRETRAINED), out.join(format!("{PRETRAINED}.partial")));
+    let io = |source| RunError::Io { what: format!("cannot write {}", to.display()), source };
+    fs::create_dir_all(&partial).map_err(io)?;
+    if let Some(model) = model {
+        hf::copy_settings(model, &partial)?;
+    }
+    match (&config.data.tokenizer, model) {
+        (Some(file), _) => {
+            hf::copy_tokenizer(file.parent().unwrap_or(Path::new(".")), &partial)?;
+            // The file may have another name.
+            fs::copy(file, partial.join(TOKENIZER)).map_err(io)?;
+        }
+        (None, Some(model)) => hf::copy_tokenizer(model, &partial)?,
+        (None, None) => {}
+    }
+    fs::rename(&partial, &to).map_err(io)
 }
 
 /// Returns true if the run should write its run.toml. Returns false if the folder has a run.toml with the same
@@ -354,7 +449,7 @@ fn may_write_config(config: &RunConfig, out: &Path) -> Result<bool, RunError> {
     }
     let text = text_of(&path).unwrap_or_default();
     match RunConfig::parse(&text, &[]).ok() {
-        Some(there) if there == *config => Ok(false),
+        Some(there) if there.clone().with_absolute_paths() == *config => Ok(false),
         Some(there) if there.is_written_as(&text) => Ok(true),
         _ => Err(CheckpointError::Foreign { path: out.to_owned(), name: CONFIG }.into()),
     }

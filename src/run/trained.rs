@@ -1,16 +1,18 @@
 //! A run's model, opened for inference.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use gapless_engine::checkpoint::Checkpoint;
 use gapless_engine::data::Vocabulary;
 use gapless_engine::{DeviceChoice, Generation, StepOptions, TrainOptions, Trainer};
-use gapless_models::hf::{Config, Folder};
+use gapless_models::hf::{Config, GenerationConfig};
 
+use super::folder::PRETRAINED;
 use super::train::{CONFIG, TOKENIZER, checkpoint_of};
 use super::{ModelConfig, RunConfig, RunError};
 
-/// The configuration, the vocabulary and a checkpoint of a run.
+/// The configuration, the vocabulary and a checkpoint of a run. They are read from the run's folder alone, so the folder
+/// may be moved, and neither the data nor the model folder from which the run started need to exist.
 ///
 /// ```no_run
 /// use gapless::run::{TrainedRun, sample};
@@ -23,7 +25,8 @@ use super::{ModelConfig, RunConfig, RunError};
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct TrainedRun {
-    /// The configuration in the run's run.toml.
+    /// The configuration in the run's run.toml. If the model is a Hugging Face folder, `model.folder` is the run's copy of
+    /// this folder, which has no weights. The checkpoint has all weights.
     pub config: RunConfig,
     /// The vocabulary, which converts text to token ids and back.
     pub vocabulary: Vocabulary,
@@ -31,6 +34,8 @@ pub struct TrainedRun {
     pub checkpoint: Checkpoint,
     /// Whether models get the averaged weights (`optimizer.average`) instead of the trained weights.
     pub average: bool,
+    /// The folder with the tokenizer's files. `None` if the vocabulary was trained by the run, or is bytes or bare ids.
+    tokenizer: Option<PathBuf>,
 }
 
 impl TrainedRun {
@@ -47,18 +52,48 @@ impl TrainedRun {
     /// tokenizer.json and this file is missing or invalid.
     pub fn open(path: &Path) -> Result<Self, RunError> {
         let folder = folder_of(path).unwrap_or(path);
-        let config = RunConfig::read_without_data(Some(&folder.join(CONFIG)), &[])?;
+        let pretrained = folder.join(PRETRAINED);
+        let config = match pretrained.join("config.json").is_file() {
+            true => RunConfig::read_with_model(&folder.join(CONFIG), &pretrained)?,
+            false => RunConfig::read_without_data(Some(&folder.join(CONFIG)), &[])?,
+        };
         let checkpoint = checkpoint_of(path)?;
         let tokenizer = folder.join(TOKENIZER);
         let vocabulary = match (config.data.vocabulary, &config.model) {
-            _ if tokenizer.exists() => Vocabulary::open_with(&tokenizer, &config.data.text_options())?,
+            // If there is a tokenizer.json, it is that of an earlier run of this folder.
             (Some(256), _) => Vocabulary::bytes(),
+            _ if tokenizer.exists() => Vocabulary::open_with(&tokenizer, &config.data.text_options())?,
             // The data of this run were token ids, so there is no tokenizer.
             (Some(size), _) => Vocabulary::ids(size),
             (None, ModelConfig::Folder(model)) => Vocabulary::ids(Config::read(model)?.vocabulary()),
             (None, _) => Vocabulary::open(&tokenizer)?,
         };
-        Ok(Self { config, vocabulary, checkpoint, average: false })
+        // The folder of a run of an earlier version has no copies.
+        let beside = match &config.model {
+            ModelConfig::Folder(model) if config.data.tokenizer.is_none() => Some(model.clone()),
+            _ => None,
+        };
+        let mut folders = [Some(pretrained), beside].into_iter().flatten();
+        let tokenizer = folders.find(|folder| folder.join(TOKENIZER).is_file());
+        Ok(Self { config, vocabulary, checkpoint, average: false, tokenizer })
+    }
+
+    /// The folder with the files of the tokenizer that the run was given, among them its chat template. `None` if the
+    /// vocabulary was trained by the run, or is bytes or bare ids.
+    pub fn tokenizer_folder(&self) -> Option<&Path> {
+        self.tokenizer.as_deref()
+    }
+
+    /// Reads the generation settings of the Hugging Face folder from which the run started. Returns `None` if the run
+    /// started from random weights.
+    ///
+    /// # Errors
+    /// Returns the errors of [`GenerationConfig::read`].
+    pub fn generation_config(&self) -> Result<Option<GenerationConfig>, RunError> {
+        match &self.config.model {
+            ModelConfig::Folder(folder) => Ok(Some(GenerationConfig::read(folder)?)),
+            ModelConfig::Gpt(_) | ModelConfig::Llama(_) | ModelConfig::Moe(_) => Ok(None),
+        }
     }
 
     /// Builds the model on the CPU with the weights of the checkpoint, for generation. `threads` is the number of
@@ -87,7 +122,7 @@ impl TrainedRun {
     pub fn for_inference(&self, options: TrainOptions) -> Result<Trainer, RunError> {
         let (precision, trainable) = (self.config.step.precision, self.config.trainable.clone());
         let options = TrainOptions { step: StepOptions { precision, trainable, ..options.step }, ..options };
-        let (architecture, _) = self.config.model(self.vocabulary.size()).open()?;
+        let architecture = self.config.model(self.vocabulary.size()).architecture()?;
         let mut trainer = Trainer::builder(|vb| architecture.model(vb), options).for_inference().build()?;
         match self.average {
             false => trainer.load(&self.checkpoint)?,
@@ -99,12 +134,12 @@ impl TrainedRun {
     /// Returns the maximum number of tokens that the model can read, or `None` if there is no maximum.
     ///
     /// # Errors
-    /// Returns an error if the model is a Hugging Face folder that cannot be read any more.
+    /// Returns an error if the config.json of the run's model folder cannot be read.
     pub fn longest_sequence(&self) -> Result<Option<usize>, RunError> {
         Ok(match &self.config.model {
             ModelConfig::Gpt(_) => Some(self.config.step.sequence),
             ModelConfig::Llama(_) | ModelConfig::Moe(_) => None,
-            ModelConfig::Folder(path) => Folder::open(path)?.config().longest_sequence(),
+            ModelConfig::Folder(path) => Config::read(path)?.longest_sequence(),
         })
     }
 }

@@ -9,6 +9,7 @@ mod generation;
 mod generation_options;
 mod hostile;
 mod lora;
+mod new_folder;
 mod numbers;
 mod options;
 mod published;

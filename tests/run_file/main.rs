@@ -8,6 +8,7 @@ mod guard;
 #[cfg(target_os = "linux")]
 mod limits;
 mod plan;
+mod portable;
 mod ranks;
 mod reference;
 mod weights;

@@ -5,6 +5,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use aho_corasick::AhoCorasick;
+use serde_json::{Map, Value, json};
 use tokenizers::models::TrainerWrapper;
 use tokenizers::models::bpe::{BPE, BpeTrainer};
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;
@@ -324,6 +325,49 @@ impl Vocabulary {
             Kind::Bytes | Kind::Ids { .. } => Ok(()),
         }
     }
+
+    /// Writes `tokenizer.json` and `tokenizer_config.json` into a folder, as transformers reads them. Bytes are written
+    /// as a tokenizer with one token per byte, whose id is the byte. For bare ids, writes nothing.
+    ///
+    /// # Errors
+    /// Returns an error if a file cannot be written.
+    pub fn save_pretrained(&self, folder: &Path) -> Result<(), DataError> {
+        let mut config = json!({ "tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": false });
+        let tokenizer = match &self.kind {
+            Kind::Ids { .. } => return Ok(()),
+            // The end-of-text token is left out, because a text that spells its character would contain the token.
+            Kind::Bytes => byte_tokenizer().to_string(),
+            Kind::Tokenizer { json, framing, tokenizer, .. } => {
+                config["eos_token"] = json!(framing.end_token);
+                if let Some(begin) = framing.begin.first().and_then(|&id| tokenizer.id_to_token(id)) {
+                    config["bos_token"] = json!(begin);
+                }
+                json.clone()
+            }
+        };
+        for (name, text) in [("tokenizer.json", tokenizer), ("tokenizer_config.json", format!("{config:#}\n"))] {
+            let path = folder.join(name);
+            fs::write(&path, text).map_err(DataError::write(&path))?;
+        }
+        Ok(())
+    }
+}
+
+/// Returns a byte-level tokenizer.json without merges, in which the id of a byte's token is the byte.
+fn byte_tokenizer() -> Value {
+    let byte_level =
+        json!({ "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false });
+    let is_shown = |byte: u32| matches!(byte, 33..=126 | 161..=172 | 174..=255);
+    // As in GPT-2, a byte that is no visible character in Latin-1 is spelled as a character above these.
+    let mut others = 256..;
+    let token = |byte| char::from_u32(if is_shown(byte) { byte } else { others.next()? }).map(String::from);
+    let tokens: Map<String, Value> = (0..256).map_while(token).zip((0..256).map(Value::from)).collect();
+    json!({
+        "version": "1.0", "truncation": null, "padding": null, "added_tokens": [], "normalizer": null,
+        "pre_tokenizer": byte_level, "post_processor": null, "decoder": byte_level,
+        "model": { "type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
+                   "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false, "vocab": tokens, "merges": [] },
+    })
 }
 
 /// Returns a matcher for the special tokens of a tokenizer, or `None` if it has none.
@@ -357,6 +401,25 @@ mod tests {
         let opened = Vocabulary::open(file.path()).unwrap();
         assert_eq!((opened.hash(), opened.size(), opened.end_of_text()), (TRAINED.hash(), 512, Some(0)));
         assert_eq!(opened.encode(OWN).unwrap(), TRAINED.encode(OWN).unwrap());
+    }
+
+    /// The tokenizer that is written for transformers gives the same ids as the vocabulary.
+    #[test]
+    fn saved_tokenizers_give_the_same_ids() {
+        let all: String = ('\u{0}'..'\u{250}').collect();
+        for vocabulary in [&Vocabulary::bytes(), &*TRAINED] {
+            let folder = tempfile::tempdir().unwrap();
+            vocabulary.save_pretrained(folder.path()).unwrap();
+            let opened = crate::Tokenizer::open(folder.path()).unwrap();
+            for text in [&OWN.replace(END_OF_TEXT, ""), &all] {
+                assert_eq!(opened.encode(text, true).unwrap(), vocabulary.encode(text).unwrap());
+            }
+            assert_eq!(opened.decode(&vocabulary.encode("Hé").unwrap(), false).unwrap(), "Hé");
+            assert_eq!(opened.size(), vocabulary.size());
+        }
+        let folder = tempfile::tempdir().unwrap();
+        Vocabulary::ids(7).save_pretrained(folder.path()).unwrap();
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
     }
 
     #[test]

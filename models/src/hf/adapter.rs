@@ -118,7 +118,7 @@ impl Adapter {
         let Some(base) = &self.base else { return Err(malformed(format!("{BASE} is missing"))) };
         let candidates = [self.path.join(base), PathBuf::from(base)];
         let Some(found) = candidates.into_iter().find(|folder| folder.is_dir()) else {
-            return Err(malformed(format!("{BASE} is {base:?}, which is not a folder")));
+            return Err(HfError::NoBase { path: self.path.clone(), base: base.into() });
         };
         let read = |path: &Path| path.canonicalize().map_err(|source| HfError::Read { path: path.to_owned(), source });
         if read(&found)? == read(&self.path)? {

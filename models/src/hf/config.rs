@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use gapless_engine::graph::Graph;
 use gapless_engine::nn::{Trainable, VarBuilder};
 use gapless_engine::{DType, Model, Tensor};
+use serde_json::{Map, Value};
 
 use super::error::{ConfigProblem, HfError, Result};
 use super::fields::{Fields, read_object};
@@ -85,7 +86,15 @@ impl Config {
     pub fn read(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
         let path = if path.is_dir() { path.join("config.json") } else { path.to_owned() };
-        let mut fields = Fields::new(read_object(&path)?, "");
+        Self::of_options(read_object(&path)?, path)
+    }
+
+    /// Checks the options of a config.json. `path` is the file, for messages.
+    ///
+    /// # Errors
+    /// Returns the errors of [`Self::read`] for a file with these options.
+    pub(super) fn of_options(options: Map<String, Value>, path: PathBuf) -> Result<Self> {
+        let mut fields = Fields::new(options, "");
         let refused = |problems| HfError::Config { path: path.clone(), problems };
         let family = fields.text("model_type");
         let positions = fields.peek("max_position_embeddings").and_then(|it| usize::try_from(it.as_u64()?).ok());

@@ -39,6 +39,15 @@ pub enum HfError {
     /// configuration requires.
     #[error("the weights in {path} are refused: {}", listed(problems))]
     Weights { path: PathBuf, problems: Vec<WeightProblem> },
+    #[error("the adapter in {path} was trained for the model in {base}, and there is no such folder")]
+    NoBase { path: PathBuf, base: PathBuf },
+    /// A model that is not one of the families. `differences` are the settings in which the nearest family differs.
+    #[error(
+        "no Hugging Face family has this model: the nearest one, {family}, needs {}; only a model with the settings of a \
+         family can be written as a folder",
+        differences.join(", ")
+    )]
+    NoFamily { family: &'static str, differences: Vec<String> },
     #[error("{path} exists and is not empty; save to a new folder")]
     Exists { path: PathBuf },
     #[error(transparent)]

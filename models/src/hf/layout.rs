@@ -56,7 +56,7 @@ fn whole(stored: String, shape: Vec<usize>) -> StoredRange {
 }
 
 /// Mixtral's name for the module that contains the experts.
-const MIXTRAL: &str = "block_sparse_moe";
+pub(super) const MIXTRAL: &str = "block_sparse_moe";
 
 fn dense(parameter: &str, stored: &BTreeSet<&str>) -> String {
     let other = parameter.replace(".mlp.gate.", &format!(".{MIXTRAL}.gate."));

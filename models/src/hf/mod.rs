@@ -37,6 +37,7 @@ mod known;
 mod layout;
 mod llama;
 mod moe;
+mod new_folder;
 mod rope;
 mod save;
 mod stop;
@@ -48,6 +49,8 @@ pub use config::{Architecture, Config, Pretrained};
 pub use error::{ConfigProblem, HfError, Result, WeightProblem};
 pub use folder::Folder;
 pub use generation::GenerationConfig;
+pub use new_folder::NewFolder;
+pub use save::{copy_settings, copy_tokenizer};
 pub use stop::StopStrings;
 pub use tensors::{Dtype, TensorFile};
 

@@ -4,7 +4,7 @@
 //! its final path and then renamed. Never: an incomplete folder under the final name, or a folder that replaces an
 //! existing one.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::fs::{self, File};
 use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};
@@ -16,16 +16,17 @@ use safetensors::tensor::{Metadata, TensorInfo};
 use serde_json::{Map, Value, json};
 
 use super::HEAD;
+use super::config::Config;
 use super::error::{HfError, Result};
 use super::folder::{Folder, INDEX, SINGLE};
-use super::layout::StoredRange;
-use super::tensors::narrow;
+use super::layout::{ParameterLayout, StoredRange};
+use super::tensors::{Dtype, narrow};
 
 /// Number of elements that are converted at a time.
 const CONVERTED: usize = 1 << 18;
 
-/// Files that do not depend on the weights. The files of this list that exist are copied unchanged.
-const COPIED: [&str; 2] = ["config.json", "generation_config.json"];
+/// Files of a model that do not depend on the weights. The files of this list that exist are copied unchanged.
+const MODEL: [&str; 2] = ["config.json", "generation_config.json"];
 
 /// Files of a tokenizer. The files of this list that exist are copied unchanged.
 const TOKENIZER: [&str; 9] = [
@@ -42,7 +43,7 @@ const TOKENIZER: [&str; 9] = [
 
 /// The source of one range of a stored tensor: the name of a parameter, the index of the range's first element in that
 /// parameter, and the location of the range in the stored tensor.
-type Origin<'a> = (&'a str, usize, &'a StoredRange);
+pub(super) type Origin<'a> = (&'a str, usize, &'a StoredRange);
 
 impl Folder {
     /// Saves a trainer's parameters as a folder at `out`, which must be empty or not exist. Tensor names and types are
@@ -56,7 +57,21 @@ impl Folder {
     /// Returns [`HfError::Exists`] if `out` is not empty. Returns an error if a file cannot be read or written. After
     /// an error, no incomplete folder is left.
     pub fn save(&self, trainer: &Trainer, out: impl AsRef<Path>, max_shard_size: Option<u64>) -> Result<()> {
-        write_then_rename(out.as_ref(), |partial| self.write_into(trainer, partial, max_shard_size, &self.path))
+        self.save_with_tokenizer(trainer, out, max_shard_size, &self.path)
+    }
+
+    /// Like [`Self::save`], but copies the tokenizer's files from the folder `tokenizer`.
+    ///
+    /// # Errors
+    /// Returns the errors of [`Self::save`].
+    pub fn save_with_tokenizer(
+        &self,
+        trainer: &Trainer,
+        out: impl AsRef<Path>,
+        max_shard_size: Option<u64>,
+        tokenizer: &Path,
+    ) -> Result<()> {
+        write_then_rename(out.as_ref(), |partial| self.write_into(trainer, partial, max_shard_size, tokenizer))
     }
 
     /// Writes all files of the saved folder into an existing, empty folder. The tokenizer's files are copied from
@@ -68,14 +83,9 @@ impl Folder {
         max_shard_size: Option<u64>,
         tokenizer: &Path,
     ) -> Result<()> {
-        let own = COPIED.iter().map(|name| (self.path.as_path(), name));
-        for (folder, name) in own.chain(TOKENIZER.iter().map(|name| (tokenizer, name))) {
-            let from = folder.join(name);
-            if from.is_file() || *name == "config.json" {
-                fs::copy(&from, to.join(name)).map_err(write_error(&to.join(name)))?;
-            }
-        }
-        let origins = self.origins();
+        copy_settings(&self.path, to)?;
+        copy_tokenizer(tokenizer, to)?;
+        let origins = origins(&self.layout, &self.config);
         let shards = self.shards(max_shard_size);
         for (file, names) in &shards {
             let path = to.join(file);
@@ -87,26 +97,6 @@ impl Folder {
             fs::write(&path, text).map_err(write_error(&path))?;
         }
         Ok(())
-    }
-
-    /// Returns the origins of each stored tensor's parts, in the order of the tensor's elements. Tensors that belong to
-    /// no parameter are left out.
-    fn origins(&self) -> BTreeMap<&str, Vec<Origin<'_>>> {
-        let mut origins: BTreeMap<&str, Vec<Origin<'_>>> = BTreeMap::new();
-        for placed in &self.layout {
-            let mut first = 0;
-            for piece in &placed.pieces {
-                origins.entry(&piece.stored).or_default().push((&placed.parameter, first, piece));
-                first += piece.elements.len();
-            }
-        }
-        // If a tied head is stored nevertheless, it has the elements of the embedding.
-        let tied = self.layout.iter().find(|placed| Some(placed.parameter.as_str()) == self.config.tied_to());
-        if let Some(placed) = tied {
-            origins.insert(HEAD, vec![(&placed.parameter, 0, &placed.pieces[0])]);
-        }
-        origins.values_mut().for_each(|parts| parts.sort_by_key(|(.., piece)| piece.elements.start));
-        origins
     }
 
     /// Returns the name of each file to write and the tensors in it, in the order in which this folder stores them.
@@ -163,35 +153,15 @@ impl Folder {
         names: &[&str],
         path: &Path,
     ) -> Result<()> {
-        let failed = write_error(path);
-        // Tensors of the widest type come first, so every tensor is aligned. Tensors of the same type keep their order.
-        let mut names = names.to_vec();
-        names.sort_by_key(|name| std::cmp::Reverse(self.info(name).dtype.bitsize()));
-        let mut end = 0;
-        let infos = names.iter().map(|name| {
-            let TensorInfo { dtype, ref shape, data_offsets } = *self.info(name);
-            let first = end;
-            end += data_offsets.1 - data_offsets.0;
-            ((*name).to_owned(), TensorInfo { dtype, shape: shape.clone(), data_offsets: (first, end) })
+        let tensors = names.iter().map(|name| {
+            let TensorInfo { dtype, ref shape, .. } = *self.info(name);
+            (*name, dtype, &shape[..])
         });
-        let malformed = |why: String| HfError::Malformed { path: path.to_owned(), why };
-        // Older versions of transformers refuse files without the metadata entry `format`.
-        let beside = self.files[0].metadata().unwrap_or_else(|| [("format".to_owned(), "pt".to_owned())].into());
-        let header = Metadata::new(Some(beside), infos.collect()).map_err(|e| malformed(e.to_string()))?;
-        let mut header = serde_json::to_vec(&header).expect("names and numbers make valid JSON");
-        header.resize(header.len().next_multiple_of(8), b' ');
-
-        let mut file = BufWriter::new(File::create(path).map_err(&failed)?);
-        file.write_all(&(header.len() as u64).to_le_bytes()).map_err(&failed)?;
-        file.write_all(&header).map_err(&failed)?;
-        for name in names {
-            match origins.get(name) {
-                Some(parts) => self.write_parts(trainer, name, parts, &mut |bytes| file.write_all(bytes), path)?,
-                None => self.copy(name, &mut |bytes| file.write_all(bytes), path)?,
-            }
-        }
-        let file = file.into_inner().map_err(|error| failed(error.into_error()))?;
-        file.sync_all().map_err(failed)
+        write_file(path, tensors.collect(), self.files[0].metadata(), &mut |name, dtype, write| match origins.get(name)
+        {
+            Some(parts) => write_parts(trainer, dtype, parts, write, path),
+            None => self.copy(name, write, path),
+        })
     }
 
     /// Copies a stored tensor that belongs to no parameter.
@@ -205,42 +175,126 @@ impl Folder {
         })?;
         written.map_err(write_error(path))
     }
+}
 
-    fn write_parts(
-        &self,
-        trainer: &Trainer,
-        name: &str,
-        parts: &[Origin<'_>],
-        write: &mut dyn FnMut(&[u8]) -> io::Result<()>,
-        path: &Path,
-    ) -> Result<()> {
-        let dtype = self.info(name).dtype;
-        let mut bytes = Vec::new();
-        for &(parameter, first, piece) in parts {
-            let values = merged(trainer, parameter)?.flatten_all()?;
-            let part = |first, count| values.narrow(0, first, count)?.to_dtype(DType::F32)?.to_vec1::<f32>();
-            // A transposed piece is converted as a whole; any other piece is converted `CONVERTED` elements at a time.
-            let turned =
-                if piece.transposed { Some(transposed(&part(0, piece.elements.len())?, &piece.shape)) } else { None };
-            for begin in (0..piece.elements.len()).step_by(CONVERTED) {
-                let count = CONVERTED.min(piece.elements.len() - begin);
-                bytes.clear();
-                match &turned {
-                    Some(turned) => narrow(&turned[begin..begin + count], dtype, &mut bytes),
-                    None => narrow(&part(first + begin, count)?, dtype, &mut bytes),
-                }
-                write(&bytes).map_err(write_error(path))?;
-            }
+/// Copies the files of a model folder that hold its settings: config.json, and generation_config.json if it exists.
+///
+/// # Errors
+/// Returns an error if there is no config.json, or if a file cannot be copied.
+pub fn copy_settings(model: &Path, to: &Path) -> Result<()> {
+    copy_files(model, &MODEL, to)
+}
+
+/// Copies the files of a tokenizer that exist, such as tokenizer.json and a chat template.
+///
+/// # Errors
+/// Returns an error if a file cannot be copied.
+pub fn copy_tokenizer(folder: &Path, to: &Path) -> Result<()> {
+    copy_files(folder, &TOKENIZER, to)
+}
+
+fn copy_files(from: &Path, names: &[&str], to: &Path) -> Result<()> {
+    for name in names {
+        let from = from.join(name);
+        if from.is_file() || *name == "config.json" {
+            fs::copy(&from, to.join(name)).map_err(write_error(&to.join(name)))?;
         }
-        Ok(())
     }
+    Ok(())
+}
+
+/// Returns the origins of each stored tensor's parts, in the order of the tensor's elements. Tensors that belong to no
+/// parameter are left out.
+pub(super) fn origins<'a>(layout: &'a [ParameterLayout], config: &Config) -> BTreeMap<&'a str, Vec<Origin<'a>>> {
+    let mut origins: BTreeMap<&str, Vec<Origin<'_>>> = BTreeMap::new();
+    for placed in layout {
+        let mut first = 0;
+        for piece in &placed.pieces {
+            origins.entry(&piece.stored).or_default().push((&placed.parameter, first, piece));
+            first += piece.elements.len();
+        }
+    }
+    // If a tied head is stored nevertheless, it has the elements of the embedding.
+    let tied = layout.iter().find(|placed| Some(placed.parameter.as_str()) == config.tied_to());
+    if let Some(placed) = tied {
+        origins.insert(HEAD, vec![(&placed.parameter, 0, &placed.pieces[0])]);
+    }
+    origins.values_mut().for_each(|parts| parts.sort_by_key(|(.., piece)| piece.elements.start));
+    origins
+}
+
+/// Writes the bytes of one tensor of a file. Gets the tensor's name and type, and the function that writes to the file.
+type WriteTensor<'a> = dyn FnMut(&str, Dtype, &mut dyn FnMut(&[u8]) -> io::Result<()>) -> Result<()> + 'a;
+
+/// Writes a safetensors file. `tensors` has the name, the type and the shape of each tensor.
+pub(super) fn write_file(
+    path: &Path,
+    mut tensors: Vec<(&str, Dtype, &[usize])>,
+    metadata: Option<HashMap<String, String>>,
+    write: &mut WriteTensor<'_>,
+) -> Result<()> {
+    let failed = write_error(path);
+    // Tensors of the widest type come first, so every tensor is aligned. Tensors of the same type keep their order.
+    tensors.sort_by_key(|(_, dtype, _)| std::cmp::Reverse(dtype.bitsize()));
+    let mut end = 0;
+    let infos = tensors.iter().map(|&(name, dtype, shape)| {
+        let first = end;
+        end += shape.iter().product::<usize>() * dtype.bitsize() / 8;
+        (name.to_owned(), TensorInfo { dtype, shape: shape.to_vec(), data_offsets: (first, end) })
+    });
+    let malformed = |why: String| HfError::Malformed { path: path.to_owned(), why };
+    // Older versions of transformers refuse files without the metadata entry `format`.
+    let metadata = metadata.unwrap_or_else(|| [("format".to_owned(), "pt".to_owned())].into());
+    let header = Metadata::new(Some(metadata), infos.collect()).map_err(|e| malformed(e.to_string()))?;
+    let mut header = serde_json::to_vec(&header).expect("names and numbers make valid JSON");
+    header.resize(header.len().next_multiple_of(8), b' ');
+
+    let mut file = BufWriter::new(File::create(path).map_err(&failed)?);
+    file.write_all(&(header.len() as u64).to_le_bytes()).map_err(&failed)?;
+    file.write_all(&header).map_err(&failed)?;
+    for (name, dtype, _) in tensors {
+        write(name, dtype, &mut |bytes| file.write_all(bytes))?;
+    }
+    let file = file.into_inner().map_err(|error| failed(error.into_error()))?;
+    file.sync_all().map_err(failed)
+}
+
+/// Writes the elements of a stored tensor, which consists of parts of parameters.
+pub(super) fn write_parts(
+    trainer: &Trainer,
+    dtype: Dtype,
+    parts: &[Origin<'_>],
+    write: &mut dyn FnMut(&[u8]) -> io::Result<()>,
+    path: &Path,
+) -> Result<()> {
+    let mut bytes = Vec::new();
+    for &(parameter, first, piece) in parts {
+        let values = merged(trainer, parameter)?.flatten_all()?;
+        let part = |first, count| values.narrow(0, first, count)?.to_dtype(DType::F32)?.to_vec1::<f32>();
+        // A transposed piece is converted as a whole; any other piece is converted `CONVERTED` elements at a time.
+        let turned =
+            if piece.transposed { Some(transposed(&part(0, piece.elements.len())?, &piece.shape)) } else { None };
+        for begin in (0..piece.elements.len()).step_by(CONVERTED) {
+            let count = CONVERTED.min(piece.elements.len() - begin);
+            bytes.clear();
+            match &turned {
+                Some(turned) => narrow(&turned[begin..begin + count], dtype, &mut bytes),
+                None => narrow(&part(first + begin, count)?, dtype, &mut bytes),
+            }
+            write(&bytes).map_err(write_error(path))?;
+        }
+    }
+    Ok(())
 }
 
 /// Writes a folder under a temporary name next to `out`, then renames it to `out`. If writing or renaming fails, the
 /// temporary folder is removed.
-pub(super) fn write_then_rename(out: &Path, write: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
+pub(super) fn write_then_rename<E: From<HfError>>(
+    out: &Path,
+    write: impl FnOnce(&Path) -> Result<(), E>,
+) -> Result<(), E> {
     if out.exists() && fs::read_dir(out).is_ok_and(|mut entries| entries.next().is_some()) || out.is_file() {
-        return Err(HfError::Exists { path: out.to_owned() });
+        return Err(HfError::Exists { path: out.to_owned() }.into());
     }
     let partial = free_name_beside(out);
     let put = || {
@@ -249,7 +303,7 @@ pub(super) fn write_then_rename(out: &Path, write: impl FnOnce(&Path) -> Result<
         sync_folder(&partial).map_err(write_error(&partial))?;
         fs::rename(&partial, out).map_err(write_error(out))?;
         let parent = out.parent().filter(|parent| *parent != Path::new("")).unwrap_or(Path::new("."));
-        sync_folder(parent).map_err(write_error(parent))
+        Ok(sync_folder(parent).map_err(write_error(parent))?)
     };
     let saved = put();
     if saved.is_err() {

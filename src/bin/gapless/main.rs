@@ -2,6 +2,7 @@
 
 mod compare;
 mod eval;
+mod export;
 mod init;
 mod limits;
 mod merge;
@@ -32,6 +33,7 @@ struct Cli {
 enum Command {
     Compare(Box<compare::Arguments>),
     Eval(Box<eval::Arguments>),
+    Export(export::Arguments),
     Init(init::Arguments),
     Merge(merge::Arguments),
     Plan(Box<plan::Arguments>),
@@ -51,6 +53,7 @@ fn main() -> ExitCode {
     match command {
         Command::Compare(arguments) => compare::run(&arguments),
         Command::Eval(arguments) => eval::run(&arguments),
+        Command::Export(arguments) => export::run(&arguments),
         Command::Init(arguments) => init::run(&arguments),
         Command::Merge(arguments) => merge::run(&arguments),
         Command::Plan(arguments) => plan::run(&arguments),

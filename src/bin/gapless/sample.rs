@@ -23,7 +23,8 @@ const TOKENS: usize = 256;
 
 /// Continue a text, or answer a question, with the weights of a run or of a Hugging Face folder.
 ///
-/// Options that are not given are as in [sample] of run.toml, or as in generation_config.json and transformers: without do_sample
+/// A run's folder is enough: its data and the model folder from which it started need not exist. Options that are not given are as in
+/// [sample] of run.toml, or as in generation_config.json and transformers: without do_sample
 /// the most likely token is taken; any of --temperature, --top-k, --top-p and --min-p turns random sampling on.
 #[derive(Debug, clap::Args)]
 pub struct Arguments {
@@ -36,7 +37,7 @@ pub struct Arguments {
     /// The beginning of the text, or the user's message; by default read from the standard input.
     #[arg(long)]
     prompt: Option<String>,
-    /// Put the prompt into the chat template and generate an answer.
+    /// Put the prompt into the chat template, of the folder or of the tokenizer that the run was given, and generate an answer.
     #[arg(long)]
     chat: bool,
     /// The system message before the user's message.
@@ -142,19 +143,24 @@ fn sample(arguments: &Arguments) -> anyhow::Result<()> {
 
 /// The origin of the weights.
 enum ModelSource {
-    Run(Box<TrainedRun>),
+    Run(Box<RunSource>),
     Folder(Box<(Pretrained, Tokenizer, GenerationConfig)>),
+}
+
+/// A run, with the tokenizer and the generation settings of the Hugging Face folder from which it started.
+struct RunSource {
+    run: TrainedRun,
+    tokenizer: Option<Tokenizer>,
+    config: Option<GenerationConfig>,
 }
 
 impl ModelSource {
     fn open(arguments: &Arguments) -> anyhow::Result<Self> {
         if let Some(run) = weights::run_at(&arguments.folder, arguments.average, &arguments.of_folder)? {
-            ensure!(
-                !arguments.chat,
-                "a run has no chat template; leave --chat out, or name the model/ folder of a finished run"
-            );
             tell(format_args!("{}: {} steps", run.checkpoint.path().display(), run.checkpoint.step()));
-            return Ok(Self::Run(Box::new(run)));
+            let tokenizer = run.tokenizer_folder().map(Tokenizer::open).transpose()?;
+            let config = run.generation_config()?;
+            return Ok(Self::Run(Box::new(RunSource { run, tokenizer, config })));
         }
         let pretrained = Pretrained::open(&arguments.folder, &arguments.of_folder)?;
         let tokenizer = Tokenizer::open(&pretrained.tokenizer)?;
@@ -165,23 +171,31 @@ impl ModelSource {
         Ok(Self::Folder(Box::new((pretrained, tokenizer, config))))
     }
 
+    /// Returns the tokenizer of the Hugging Face folder, or `None` if the run has a vocabulary of its own.
+    fn tokenizer(&self) -> Option<&Tokenizer> {
+        match self {
+            Self::Run(source) => source.tokenizer.as_ref(),
+            Self::Folder(opened) => Some(&opened.1),
+        }
+    }
+
     /// Returns the text to print before the continuation, and the token ids of the prompt.
     fn prompt(&self, arguments: &Arguments) -> anyhow::Result<(String, Vec<u32>)> {
         let mut text = arguments.prompt.clone().unwrap_or_default();
         if arguments.prompt.is_none() {
             io::stdin().read_to_string(&mut text).context("cannot read the prompt from the standard input")?;
         }
+        if arguments.chat {
+            let with_template = self.tokenizer().and_then(|tokenizer| Some((tokenizer, tokenizer.chat_template()?)));
+            let Some((tokenizer, template)) = with_template else {
+                bail!("{} has no chat template; leave --chat out", arguments.folder.display());
+            };
+            let system = arguments.system.iter().map(|system| Message::new("system", system));
+            let messages: Vec<Message> = system.chain([Message::new("user", text)]).collect();
+            return Ok((String::new(), tokenizer.encode(&template.render(&messages, true)?, false)?));
+        }
         let ids = match self {
-            Self::Run(run) => run.vocabulary.encode_beginning(&text)?,
-            Self::Folder(opened) if arguments.chat => {
-                let (_, tokenizer, _) = &**opened;
-                let system = arguments.system.iter().map(|system| Message::new("system", system));
-                let messages: Vec<Message> = system.chain([Message::new("user", text)]).collect();
-                let Some(template) = tokenizer.chat_template() else {
-                    bail!("{} has no chat template; leave --chat out", arguments.folder.display());
-                };
-                return Ok((String::new(), tokenizer.encode(&template.render(&messages, true)?, false)?));
-            }
+            Self::Run(source) => source.run.vocabulary.encode_beginning(&text)?,
             Self::Folder(opened) => opened.1.encode(&text, true)?,
         };
         ensure!(!ids.is_empty(), "the prompt is empty; give at least one character");
@@ -191,8 +205,10 @@ impl ModelSource {
     /// Returns the options for continuing a prompt of `prompt` tokens.
     fn options(&self, arguments: &Arguments, prompt: usize) -> anyhow::Result<GenerateOptions> {
         let mut options = match self {
-            Self::Run(run) => {
-                let stop = run.vocabulary.end_of_text().into_iter().collect();
+            Self::Run(source) => {
+                // Training ends documents with the first of these tokens, and answers as the chat template says.
+                let of_folder = source.config.iter().flat_map(|config| &config.stop).copied();
+                let stop = source.run.vocabulary.end_of_text().into_iter().chain(of_folder).collect();
                 GenerateOptions { tokens: TOKENS, stop, ..GenerateOptions::default() }
             }
             Self::Folder(opened) => {
@@ -214,12 +230,13 @@ impl ModelSource {
         Ok(options)
     }
 
-    /// Returns the strings that end the text, or `None` if the model's folder has no such strings.
+    /// Returns the strings that end the text, or `None` if no folder names such strings.
     fn stop_strings(&self, prompt: &[u32]) -> Option<StopStrings<'_>> {
-        match self {
-            Self::Run(_) => None,
-            Self::Folder(opened) => Some(StopStrings::new(&opened.1, &opened.2.stop_strings, prompt)),
-        }
+        let config = match self {
+            Self::Run(source) => source.config.as_ref()?,
+            Self::Folder(opened) => &opened.2,
+        };
+        Some(StopStrings::new(self.tokenizer()?, &config.stop_strings, prompt))
     }
 
     /// Returns the sampling settings of the run or folder. Settings that are given as arguments replace them.
@@ -227,7 +244,7 @@ impl ModelSource {
         let &Arguments { temperature, top_k, top_p, min_p, repetition_penalty, seed, .. } = arguments;
         let is_drawn = temperature.is_some() || top_k.is_some() || top_p.is_some() || min_p.is_some();
         let base = match self {
-            Self::Run(run) => run.config.sample.sampling(),
+            Self::Run(source) => source.run.config.sample.sampling(),
             Self::Folder(opened) if is_drawn => opened.2.sampling,
             Self::Folder(opened) => opened.2.default_sampling(),
         };
@@ -244,14 +261,14 @@ impl ModelSource {
 
     fn longest_sequence(&self) -> anyhow::Result<Option<usize>> {
         Ok(match self {
-            Self::Run(run) => run.longest_sequence()?,
+            Self::Run(source) => source.run.longest_sequence()?,
             Self::Folder(opened) => opened.0.folder.config().longest_sequence(),
         })
     }
 
     fn model(&self, generation: Generation, threads: usize) -> anyhow::Result<Trainer> {
         match self {
-            Self::Run(run) => Ok(run.model(generation, threads)?),
+            Self::Run(source) => Ok(source.run.model(generation, threads)?),
             Self::Folder(opened) => {
                 let sequence = generation.window.unwrap_or(CHUNK).min(CHUNK);
                 let (device, generation) = (DeviceChoice::Cpu, Some(generation));
@@ -269,7 +286,7 @@ impl ModelSource {
     /// Returns a stream that converts tokens to text.
     fn stream(&self) -> TextStream<'_> {
         match self {
-            Self::Run(run) => run.vocabulary.stream(),
+            Self::Run(source) => source.run.vocabulary.stream(),
             Self::Folder(opened) => opened.1.stream(),
         }
     }

@@ -38,7 +38,7 @@ pub fn run_at(path: &Path, average: bool, of_folder: &FolderArguments) -> anyhow
         return Ok(None);
     }
     ensure!(of_folder.dtype.is_none(), "a run's weights have the type of its run.toml; leave --dtype out");
-    ensure!(of_folder.base.is_none(), "a run needs no base model; leave --base out");
+    ensure!(of_folder.base.is_none(), "a run has the weights of its base in its checkpoints; leave --base out");
     let mut run = TrainedRun::open(path)?;
     run.average = average;
     Ok(Some(run))

@@ -14,6 +14,8 @@ mod names;
 mod optimizer;
 mod read;
 
+use std::path::PathBuf;
+
 use gapless_engine::compile::step::text;
 use gapless_engine::data::Vocabulary;
 use gapless_engine::nn::Trainable;
@@ -206,6 +208,39 @@ impl SampleConfig {
 }
 
 impl RunConfig {
+    /// Returns the configuration with absolute paths. Relative paths are relative to the working directory. So a run that
+    /// stores this configuration can be used from any directory.
+    #[must_use]
+    pub fn with_absolute_paths(mut self) -> Self {
+        let data = &mut self.data;
+        let sources = data.mix.iter_mut().map(|source| &mut source.path);
+        let mut paths: Vec<&mut PathBuf> = sources.chain(&mut data.tokenizer).collect();
+        paths.extend([&mut data.path, &mut data.cache]);
+        if let ModelConfig::Folder(path) = &mut self.model {
+            paths.push(path);
+        }
+        for path in paths {
+            // A path that is empty, as `data.path` of a plan, stays empty.
+            if let Ok(absolute) = std::path::absolute(&*path) {
+                *path = absolute;
+            }
+        }
+        self
+    }
+
+    /// Returns the settings that are compared when a run is resumed. Sizes that the data or other keys determine are left
+    /// out, so that the run.toml of a run's folder, which has them, is the same as the file from which the run started.
+    /// The hash of the data stands for the end-of-text token and for the paths of mixed sources.
+    pub(in crate::run) fn compared(&self) -> serde_json::Value {
+        let mut compared = Self { model: self.model(0), ..self.clone() };
+        if let ModelConfig::Gpt(gpt) = &mut compared.model {
+            gpt.sequence = 0;
+        }
+        compared.data.end_of_text = None;
+        compared.data.mix.iter_mut().for_each(|source| source.path = PathBuf::new());
+        json!(compared)
+    }
+
     /// Returns the configuration as TOML. All defaults are written out, and also the vocabulary size and the
     /// end-of-text token of the data.
     pub fn resolved(&self, vocabulary: &Vocabulary) -> String {

@@ -7,8 +7,8 @@ use serde::Deserialize;
 use serde_json::Value as Json;
 use toml::{Table, Value};
 
-use super::RunConfig;
 use super::names::{NAMES, flatten, key_of, move_former_names, set};
+use super::{ModelConfig, RunConfig};
 
 /// The reason why a run file or an assignment of the command line is invalid.
 #[derive(Debug, thiserror::Error)]
@@ -70,7 +70,7 @@ impl ConfigError {
 impl RunConfig {
     /// Reads a run file and checks all settings that can be checked without opening the data and without a device.
     /// Assignments (`step.batch=16`) override the file. Relative paths in the file are relative to the working
-    /// directory.
+    /// directory; the run.toml that a run writes has absolute paths.
     ///
     /// # Errors
     /// Returns a [`ConfigError`] if a setting is invalid. The error has the line, the key and a remedy.
@@ -90,6 +90,24 @@ impl RunConfig {
         let text = path.map(text_of).transpose()?.unwrap_or_default();
         let config = parse(&text, path.unwrap_or(Path::new("the run")), assignments)?;
         config.check_keys().map_err(|error| at_line(error, &text, assignments))?;
+        Ok(config)
+    }
+
+    /// Like [`Self::read_without_data`], but the model is the Hugging Face folder `model`, whatever the file says.
+    ///
+    /// # Errors
+    /// Returns a [`ConfigError`] if a setting is invalid.
+    pub(in crate::run) fn read_with_model(path: &Path, model: &Path) -> Result<Self, ConfigError> {
+        let Ok(mut root) = toml::from_str::<Table>(&text_of(path)?) else {
+            return Self::read_without_data(Some(path), &[]);
+        };
+        let model = Value::try_from(ModelConfig::Folder(model.to_owned()));
+        root.insert(
+            "model".to_owned(),
+            model.map_err(|error| ConfigError::value("model", error, "rename the folder"))?,
+        );
+        let config = Self::of_table(&root)?;
+        config.check_keys()?;
         Ok(config)
     }
 

@@ -211,6 +211,11 @@ impl RunRecord {
         self.summary.as_ref().or(self.metrics.summary.as_ref())
     }
 
+    /// Returns the error that ended the run, or `None` if the run has not failed.
+    pub fn error(&self) -> Option<&str> {
+        self.summary()?.get("error")?.as_str()
+    }
+
     /// Describes the files that are missing from the folder, and the lines that are not rows. The list is empty if the
     /// folder is complete.
     pub fn missing(&self) -> Vec<String> {
@@ -234,7 +239,8 @@ impl RunRecord {
 impl fmt::Display for RunRecord {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}: {} steps", self.path.display(), self.steps().unwrap_or(0))?;
-        self.missing().iter().try_for_each(|missing| write!(f, ", {missing}"))
+        self.missing().iter().try_for_each(|missing| write!(f, ", {missing}"))?;
+        self.error().map_or(Ok(()), |error| write!(f, ", failed: {error}"))
     }
 }
 

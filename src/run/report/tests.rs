@@ -82,6 +82,9 @@ fn a_folder_has_what_it_has() {
     assert_eq!(run["config"], json!({ "steps": "4", "step.batch": "2", "step.dtype": "f32" }));
     assert_eq!(run["samples"], json!([[2, "to </script>\n=== what\n"], [4, "be\n"]]));
     fs::write(first.join("memory.html"), "<!doctype html></script>").unwrap();
+    fs::write(first.join("summary.json"), "{\"error\": \"the disk is full\"}").unwrap();
+    let failed = Report::open(std::slice::from_ref(&first)).unwrap();
+    assert!(failed.runs()[0].to_string().ends_with("no metrics.jsonl, failed: the disk is full"));
     let html = report.html().unwrap();
     assert_eq!(html.matches("</script>").count(), 3, "of the map, of the data, of the script");
 }

@@ -206,6 +206,7 @@ function summary() {
   const box = document.querySelector("#summary .table");
   box.replaceChildren();
   table(box, runs.map((run) => run.summary), words, false);
+  for (const run of runs.filter((run) => run.summary?.error)) element(box, "p", { class: "absent" }, `${run.name} failed: ${run.summary.error}`);
   for (const run of runs.filter((run) => run.missing.length)) element(box, "p", { class: "absent" }, `${runs.length > 1 ? run.name + ": " : ""}${run.missing.join(", ")}`);
 }
 
