@@ -3,7 +3,7 @@
 
 use std::io;
 #[cfg(unix)]
-use std::io::Write;
+use std::io::{IsTerminal, Write};
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -68,8 +68,10 @@ impl Stop {
                     if let Some(mut answer) = answer {
                         // The limit of CPU time is repeated by the system, and ends nothing.
                         let more = if is_time_limit(number) { "" } else { "; once more ends without saving" };
+                        // A terminal has shown ^C, or a progress bar.
+                        let line_break = if io::stderr().is_terminal() { "\n" } else { "" };
                         // Failed writes are counted by the output.
-                        let _ = writeln!(answer, "\nsaving{more}");
+                        let _ = writeln!(answer, "{line_break}saving{more}");
                     }
                     std::thread::sleep(SAME);
                     asked.store(true, Ordering::SeqCst);
