@@ -47,7 +47,7 @@ struct Args {
     eval_every: u64,
     #[arg(long, default_value_t = 100, help = "Steps between checkpoints")]
     save_every: u64,
-    #[arg(long, default_value = "pub fn ", help = "The beginning of the sampled text")]
+    #[arg(long, default_value = "pub fn", help = "The beginning of the sampled text")]
     prompt: String,
     #[arg(long, default_value_t = 120, help = "Tokens to sample at the end")]
     sample: usize,

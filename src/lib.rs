@@ -81,11 +81,17 @@ pub mod sweep;
 #[cfg(feature = "sweep")]
 pub mod timeline;
 
+// Inlined, so that the documentation of this crate has their pages.
+#[doc(inline)]
 pub use gapless_alloc as alloc;
 #[cfg(feature = "sweep")]
+#[doc(inline)]
 pub use gapless_allocators as allocators;
+#[doc(inline)]
 pub use gapless_engine as engine;
+#[doc(inline)]
 pub use gapless_models as models;
+#[doc(inline)]
 pub use gapless_parallel as parallel;
 
 pub use candle_core::{self, D};

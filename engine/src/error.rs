@@ -94,7 +94,9 @@ impl From<gapless_runtime::Error> for TrainError {
     fn from(error: gapless_runtime::Error) -> Self {
         match error {
             gapless_runtime::Error::Compile(error) => error.into(),
-            gapless_runtime::Error::NonFinite { step, loss, culprit } => Self::NonFinite { step, loss, culprit },
+            gapless_runtime::Error::NonFinite { step, loss, culprit } => {
+                Self::NonFinite { step: step + 1, loss, culprit }
+            }
             error => Self::Runtime(error),
         }
     }

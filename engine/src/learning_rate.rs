@@ -102,6 +102,9 @@ pub struct Schedule {
 }
 
 impl LearningRate {
+    /// The peak of every run and trainer that does not set its own.
+    pub const DEFAULT_PEAK: f64 = 3e-4;
+
     /// Returns a cosine schedule. The warm-up takes 20 steps, or a quarter of all steps if a quarter is less than 20.
     /// The rate then falls to a tenth of the peak.
     pub fn cosine(peak: f64, steps: u64) -> Self {

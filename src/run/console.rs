@@ -82,7 +82,7 @@ impl Console {
     /// # Errors
     /// Never returns an error: failed writes do not end the training.
     pub fn event(&mut self, event: &Event) -> CallbackResult {
-        if !matches!(event, Event::Step { report, .. } if !(report.step + 1).is_multiple_of(10)) {
+        if !matches!(event, Event::Step { report, .. } if !report.step.is_multiple_of(10)) {
             self.say(event);
         }
         if matches!(event, Event::Step { .. } | Event::Evaluation { .. }) {

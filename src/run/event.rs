@@ -24,7 +24,7 @@ pub enum Event {
     },
     /// The validation loss was measured.
     Evaluation {
-        /// Last step before the evaluation, counted from 0.
+        /// Number of steps done before the evaluation.
         step: u64,
         /// Mean −log p over the targets of the validation windows, without the other terms of a training loss. `None`
         /// if no target counts.

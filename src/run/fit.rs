@@ -263,7 +263,7 @@ impl<'a> TrainingLoop<'a> {
             self.checkpoints.as_ref().filter(|_| recent.rollbacks < guard.rollbacks).map(|(folder, ..)| folder);
         let checkpoint = folder.map(|folder| folder.newest_until(done - skipped)).transpose()?.flatten();
         let Some((folder, checkpoint)) = folder.zip(checkpoint) else {
-            return Err(RunError::Spikes { step: done - 1, skipped });
+            return Err(RunError::Spikes { step: done, skipped });
         };
         trainer.resume(&checkpoint)?;
         // This is a barrier: every rank must have opened the checkpoint before the first rank removes later

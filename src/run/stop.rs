@@ -2,6 +2,8 @@
 //! can see that the run is incomplete.
 
 use std::io;
+#[cfg(unix)]
+use std::io::{IsTerminal, Write};
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -13,6 +15,8 @@ use signal_hook::consts::{SIGHUP, SIGXCPU, SIGXFSZ};
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::flag;
 
+use super::ErrorOutput;
+
 #[cfg(unix)]
 const SIGNALS: [i32; 4] = [SIGINT, SIGTERM, SIGHUP, SIGXCPU];
 #[cfg(not(unix))]
@@ -23,7 +27,7 @@ const SIGNALS: [i32; 2] = [SIGINT, SIGTERM];
 #[cfg(unix)]
 const SAME: Duration = Duration::from_secs(1);
 
-/// Records whether a signal has asked the process to end. The first signal is only recorded. A further signal ends the
+/// Records whether a signal has asked the process to end. The first signal is recorded, and answered by a line. A further signal ends the
 /// process at once, unless it arrives within a second after the first.
 #[derive(Debug, Clone)]
 pub struct Stop {
@@ -32,11 +36,17 @@ pub struct Stop {
 
 impl Stop {
     /// Handles Ctrl-C, SIGTERM, SIGHUP and SIGXCPU (the CPU time limit of `ulimit -t`). Signals that the process was
-    /// started to ignore, as by `nohup`, stay ignored.
+    /// started to ignore, as by `nohup`, stay ignored. On Unix, the first signal is answered at once by a line on the
+    /// standard error.
     ///
     /// # Errors
     /// Returns an error if the operating system refuses a handler.
     pub fn on_signals() -> io::Result<Self> {
+        Self::on_signals_answered_by(Some(ErrorOutput::default()))
+    }
+
+    /// Like [`Self::on_signals`], but writes the answer to this output, or no answer.
+    pub(super) fn on_signals_answered_by(answer: Option<ErrorOutput>) -> io::Result<Self> {
         fail_at_file_limit()?;
         let (signal, asked) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicBool::new(false)));
         let heard: Vec<i32> = SIGNALS.into_iter().filter(|&number| !is_ignored(number)).collect();
@@ -54,12 +64,22 @@ impl Stop {
         {
             let mut signals = signal_hook::iterator::Signals::new(&heard)?;
             std::thread::Builder::new().name("signals".into()).spawn(move || {
-                if signals.forever().next().is_some() {
+                if let Some(number) = signals.forever().next() {
+                    if let Some(mut answer) = answer {
+                        // The limit of CPU time is repeated by the system, and ends nothing.
+                        let more = if is_time_limit(number) { "" } else { "; once more ends without saving" };
+                        // A terminal has shown ^C, or a progress bar.
+                        let line_break = if io::stderr().is_terminal() { "\n" } else { "" };
+                        // Failed writes are counted by the output.
+                        let _ = writeln!(answer, "{line_break}saving{more}");
+                    }
                     std::thread::sleep(SAME);
                     asked.store(true, Ordering::SeqCst);
                 }
             })?;
         }
+        #[cfg(not(unix))]
+        drop(answer);
         Ok(Self { signal })
     }
 

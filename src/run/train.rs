@@ -83,6 +83,8 @@ pub struct Progress {
     pub learning_rate: f64,
     /// Mean tokens per second of this process. Only the time of steps counts.
     pub tokens_per_second: f64,
+    /// Estimated time until the last step at this rate, without evaluations and checkpoints.
+    pub left: Duration,
 }
 
 /// Trains a model as the configuration describes. All results are written into one folder:
@@ -206,17 +208,24 @@ impl<'a> Rank<'a> {
         let checkpoint = match start {
             Start::Anew => None,
             Start::Resume => Some(folder.newest()?),
-            Start::Fork(from) => Some(forked(from, config.steps)?),
+            // The number of steps of an epoch is only known after the data.
+            Start::Fork(from) => Some(forked(from, config.epochs.map_or(config.steps, |_| u64::MAX))?),
         };
         let resumed = checkpoint.as_ref().filter(|_| *start == Start::Resume);
         match (resumed, &checkpoint) {
-            (Some(checkpoint), _) => expect_same(checkpoint, "config", &config.compared(), MAY_CHANGE, console)?,
-            (None, Some(checkpoint)) => say_changes(checkpoint, "config", &config.compared(), console),
+            (Some(checkpoint), _) => {
+                expect_same(checkpoint, "config", &comparable(config, checkpoint), MAY_CHANGE, console)?
+            }
+            (None, Some(checkpoint)) => say_changes(checkpoint, "config", &comparable(config, checkpoint), console),
             (None, None) => {}
         }
         let dataset = if is_first { Some(config.dataset()?) } else { None };
         world.barrier()?;
         let dataset = dataset.map_or_else(|| config.dataset(), Ok)?;
+        let config = &config.with_steps(&dataset)?;
+        if let (Start::Fork(_), Some(from)) = (start, &checkpoint) {
+            expect_steps_left(from, config.steps)?;
+        }
         let saved = json!({ "config": config, "data_hash": dataset.hash() });
         if let Some(checkpoint) = resumed {
             expect_same(checkpoint, "data_hash", &json!(dataset.hash()), &[], console)?;
@@ -259,8 +268,8 @@ impl<'a> Rank<'a> {
                 fs::remove_file(&summary).map_err(cannot)?;
             }
         }
-        let stop =
-            Stop::on_signals().map_err(|source| RunError::Io { what: "cannot listen to signals".into(), source })?;
+        let stop = Stop::on_signals_answered_by(is_first.then(|| run.console.errors()))
+            .map_err(|source| RunError::Io { what: "cannot listen to signals".into(), source })?;
         let fitted = run.fit(&folder, resumed, saved, &stop, show)?;
         folder.check_exists()?;
         let mut summary = Summary::new(&run.trainer, &fitted, stop.signal());
@@ -330,6 +339,7 @@ impl<'a> RunInProgress<'a> {
     ) -> Result<TrainingOutcome, RunError> {
         let Self { config, out, console, dataset, training, validation, trainer } = self;
         let steps = config.steps;
+        let step_tokens = (config.step.batch * config.step.sequence) as u64;
         let mut fit = TrainingLoop::new(training, steps)
             .evaluate(validation.as_ref(), config.evaluation.every)
             .save(folder, config.checkpoints.every, saved)
@@ -353,7 +363,9 @@ impl<'a> RunInProgress<'a> {
                     }
                     let (loss, learning_rate, tokens_per_second) = (*loss, *lr, *tokens_per_second);
                     console.row(&StepRow::new(&event, trainer)?);
-                    show(Progress { done: trainer.steps(), steps, loss, learning_rate, tokens_per_second });
+                    let tokens = (steps.saturating_sub(trainer.steps()) * step_tokens) as f64;
+                    let left = Duration::try_from_secs_f64(tokens / tokens_per_second).unwrap_or_default();
+                    show(Progress { done: trainer.steps(), steps, loss, learning_rate, tokens_per_second, left });
                 }
                 Event::Evaluation { .. } => {
                     console.row(&event);
@@ -493,11 +505,26 @@ pub(super) fn checkpoint_of(path: &Path) -> Result<Checkpoint, RunError> {
     })
 }
 
+/// Returns the configuration for a comparison with the one in a checkpoint. Before the data is read, the number of steps
+/// of an epoch is not known, so the number of steps in the checkpoint is assumed.
+fn comparable(config: &RunConfig, checkpoint: &Checkpoint) -> Value {
+    let mut compared = RunConfig { epochs: None, ..config.clone() }.compared();
+    if config.epochs.is_some() {
+        compared["steps"] = checkpoint.metadata()["run"]["config"]["steps"].clone();
+    }
+    compared
+}
+
 fn forked(from: &Path, steps: u64) -> Result<Checkpoint, RunError> {
     let checkpoint = checkpoint_of(from)?;
+    expect_steps_left(&checkpoint, steps)?;
+    Ok(checkpoint)
+}
+
+fn expect_steps_left(checkpoint: &Checkpoint, steps: u64) -> Result<(), RunError> {
     match checkpoint.step() {
         done if done >= steps => Err(RunError::NothingLeft { path: checkpoint.path().to_owned(), done, steps }),
-        _ => Ok(checkpoint),
+        _ => Ok(()),
     }
 }
 

@@ -1,8 +1,5 @@
-//! Device profiles: the published peak rates of a device, and the fractions of these peaks that a step is assumed to
-//! reach.
-//!
-//! Peaks are the vendor's dense peaks (without sparsity) per GPU. The source of each assumed fraction is next to it. A
-//! profile in a TOML file has its own values for all of these.
+//! Device profiles: the memory of a device, its published peak rates, and the fractions of these peaks that a step is
+//! assumed to reach. The built-in profiles are in `cards`. A profile in a TOML file has its own values.
 
 use std::path::Path;
 
@@ -10,7 +7,7 @@ use gapless_engine::compile::{Instr, InstrKind};
 use gapless_parallel::Rates;
 use serde::{Deserialize, Serialize};
 
-use super::{ConfigError, Precision, machine};
+use super::{ConfigError, Precision, cards, machine};
 use crate::run::{EstimateConfig, RunConfig};
 
 /// The device for which time is estimated: one of [`DeviceProfile::known`], `this-machine`, or a TOML file that has
@@ -20,8 +17,14 @@ use crate::run::{EstimateConfig, RunConfig};
 pub struct DeviceProfile {
     /// Name in reports.
     pub name: String,
-    /// Memory in bytes.
+    /// Memory in bytes, as the driver reports it to a program.
     pub memory: u64,
+    /// Bytes of the memory that no arena can use, because the CUDA context and the kernels take them.
+    #[serde(default)]
+    pub reserve: u64,
+    /// Compute capability. Steps run on GPUs of 8.0 or later; a step can be planned for any.
+    #[serde(default = "oldest_capability")]
+    pub capability: f64,
     /// Peak FLOP/s in f32.
     pub f32_flops: f64,
     /// Peak FLOP/s in bf16.
@@ -61,79 +64,11 @@ pub enum UnknownDevice {
     },
 }
 
-const GIB: u64 = 1 << 30;
+/// The oldest compute capability for which there are kernels.
+pub(super) const OLDEST_CAPABILITY: f64 = 8.0;
 
-/// Values that are assumed for every GPU whose profile has no other value. An operation replayed from a CUDA graph
-/// takes at least 2 µs. A message over NVLink begins to arrive after 10 µs, and reaches 80 % of the link's bandwidth.
-/// Computation hides half of the gradient reduction.
-fn assumed() -> DeviceProfile {
-    DeviceProfile {
-        name: String::new(),
-        memory: 0,
-        f32_flops: 0.0,
-        bf16_flops: 0.0,
-        products: 0.75,
-        attention: 0.6,
-        bytes: 0.0,
-        launch: 2e-6,
-        link: 0.0,
-        latency: 10e-6,
-        overlap: 0.5,
-    }
-}
-
-/// NVIDIA A100 Tensor Core GPU datasheet (2021), 80 GB SXM: 312 TFLOP/s in bf16, 19.5 in f32, 2,039 GB/s, NVLink 600
-/// GB/s as the sum of both directions. Large products reach four fifths of the tensor cores' peak; FlashAttention-2
-/// (arXiv 2307.08691, figures 5 and 6) reaches up to 73 % in the forward and 63 % in the backward.
-fn a100_80() -> DeviceProfile {
-    DeviceProfile {
-        name: "a100-80".to_owned(),
-        memory: 80 * GIB,
-        f32_flops: 19.5e12,
-        bf16_flops: 312e12,
-        products: 0.8,
-        attention: 0.6,
-        bytes: 0.9 * 2.039e12,
-        link: 0.8 * 300e9,
-        ..assumed()
-    }
-}
-
-/// NVIDIA H100 Tensor Core GPU datasheet (2023), SXM: 989.4 TFLOP/s in bf16, 67 in f32, 3.35 TB/s, NVLink 900 GB/s as
-/// the sum of both directions. A large product reaches 770 TFLOP/s and a copy 3.0 TB/s; FlashAttention-3 (arXiv
-/// 2407.08608, figures 5 and 6) reaches up to 75 % in the forward, less in the backward.
-fn h100() -> DeviceProfile {
-    DeviceProfile {
-        name: "h100".to_owned(),
-        memory: 80 * GIB,
-        f32_flops: 67e12,
-        bf16_flops: 989.4e12,
-        products: 770.0 / 989.4,
-        attention: 0.6,
-        bytes: 3.0e12,
-        link: 0.8 * 450e9,
-        ..assumed()
-    }
-}
-
-/// NVIDIA H200 Tensor Core GPU datasheet (2024), SXM: like an H100, but with 141 GB of memory at 4.8 TB/s.
-fn h200() -> DeviceProfile {
-    DeviceProfile { name: "h200".to_owned(), memory: 141_000_000_000, bytes: 0.9 * 4.8e12, ..h100() }
-}
-
-/// NVIDIA HGX B200 datasheet (2025), an eighth of the board: 2.25 PFLOP/s in bf16, 75 TFLOP/s in f32, 180 GB of memory
-/// at 7.7 TB/s, NVLink 1.8 TB/s as the sum of both directions. The assumed fractions are those for every GPU.
-fn b200() -> DeviceProfile {
-    DeviceProfile {
-        name: "b200".to_owned(),
-        memory: 180_000_000_000,
-        f32_flops: 75e12,
-        bf16_flops: 2250e12,
-        attention: 0.6,
-        bytes: 0.9 * 7.7e12,
-        link: 0.8 * 900e9,
-        ..assumed()
-    }
+fn oldest_capability() -> f64 {
+    OLDEST_CAPABILITY
 }
 
 /// True if an operation is attention or its gradient.
@@ -142,9 +77,14 @@ pub(super) fn is_attention(operation: &str) -> bool {
 }
 
 impl DeviceProfile {
-    /// Returns the built-in profiles.
-    pub fn known() -> [Self; 4] {
-        [a100_80(), h100(), h200(), b200()]
+    /// Returns the built-in profiles, in the order of the sizes on their datasheets.
+    pub fn known() -> [Self; 13] {
+        cards::all()
+    }
+
+    /// Returns the bytes that an arena on this device may take.
+    pub fn arena_bytes(&self) -> u64 {
+        self.memory.saturating_sub(self.reserve)
     }
 
     /// True if the device is this machine's CPU, on which each operation is timed.
@@ -158,8 +98,8 @@ impl DeviceProfile {
     /// # Errors
     /// Returns a [`ConfigError::Value`] if there is no such profile, or if a value is not above 0.
     pub fn of(run: &RunConfig) -> Result<Self, ConfigError> {
-        let EstimateConfig { profile, tflops, terabytes, .. } = &run.estimate;
-        let mut device = Self::find(profile)
+        let EstimateConfig { tflops, terabytes, .. } = &run.estimate;
+        let mut device = Self::find(run.estimate.profile_name())
             .map_err(|why| ConfigError::value("estimate.profile", why, "name a profile, or a TOML file of one"))?;
         if let Some(tflops) = tflops {
             device.set_flops(tflops * 1e12);

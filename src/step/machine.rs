@@ -24,6 +24,7 @@ use gapless_engine::runtime::{RunOptions, Session};
 use gapless_engine::{DType, Spec, TrainError};
 use rayon::prelude::*;
 
+use super::device::OLDEST_CAPABILITY;
 use super::{CostModel, DeviceProfile, Precision};
 
 /// Number of measured runs of each operation. The result is their median.
@@ -141,6 +142,8 @@ pub(super) fn profile() -> DeviceProfile {
         DeviceProfile {
             name: NAME.to_owned(),
             memory: available_memory_bytes().unwrap_or(u64::MAX),
+            reserve: 0,
+            capability: OLDEST_CAPABILITY,
             f32_flops: products_per_second::<f32>(),
             bf16_flops: products_per_second::<bf16>(),
             products: 1.0,

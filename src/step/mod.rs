@@ -25,9 +25,12 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
+mod cards;
+mod choose;
 mod device;
 mod eager;
 mod estimate;
+mod fits;
 mod machine;
 mod planned;
 #[cfg(feature = "cuda")]
@@ -35,9 +38,11 @@ mod roofline;
 mod sketch;
 mod timing;
 
+pub use choose::{LargestBatch, MeshChoice, MeshOption};
 pub use device::{CostModel, DeviceProfile, UnknownDevice};
 pub use eager::{EagerError, ExpertRows};
 pub use estimate::{Estimate, estimate};
+pub use fits::{Fits, Limit};
 pub use machine::ThisMachine;
 pub use planned::Step;
 #[cfg(feature = "cuda")]

@@ -9,7 +9,7 @@ use gapless_engine::recompute::Recompute;
 use gapless_engine::{DeviceChoice, Precision, StepOptions, TrainError, TrainOptions};
 use gapless_models::hf::{Architecture, Config, Pretrained};
 
-use super::device::DeviceProfile;
+use super::device::{DeviceProfile, OLDEST_CAPABILITY};
 use super::machine;
 use crate::run::{ConfigError, Lowering, ModelConfig, Rule, RunConfig};
 
@@ -20,6 +20,8 @@ pub struct Step {
     pub options: StepOptions,
     /// The device for which time is estimated.
     pub device: DeviceProfile,
+    /// Whether the run names the device, so that the step must fit into its memory.
+    pub has_named_device: bool,
     /// The source of the tensor lifetimes.
     pub lowering: Lowering,
     /// The pipeline ranks that the commands report on.
@@ -53,13 +55,14 @@ impl Step {
         let TrainOptions { step: options, device, threads, .. } = options;
         options.check_values().map_err(|error| super::refused(error.into()))?;
         check_lowering(run)?;
-        if run.estimate.profile == machine::NAME && matches!(device, DeviceChoice::Cuda(_)) {
+        if run.estimate.profile_name() == machine::NAME && matches!(device, DeviceChoice::Cuda(_)) {
             return Err(ConfigError::value("device", "is a GPU, but estimate.profile is this-machine", "use cpu"));
         }
         Ok(Self {
             ranks: ranks(&run.estimate.rank, options.mesh.pipeline)?,
             target,
             device: DeviceProfile::of(run)?,
+            has_named_device: run.estimate.profile.is_some(),
             lowering: run.estimate.lowering,
             title: run.model.title(),
             options,
@@ -84,9 +87,22 @@ impl Step {
         &self.architecture
     }
 
-    /// Returns notices about settings in the model's config.json that are ignored.
+    /// Returns notices about settings in the model's config.json that are ignored, and about a device that does not
+    /// match the kernels.
     pub fn notices(&self) -> Vec<String> {
-        self.config.as_ref().map_or_else(Vec::new, Config::notices)
+        let mut notices = self.config.as_ref().map_or_else(Vec::new, Config::notices);
+        let DeviceProfile { name, capability, .. } = &self.device;
+        if self.has_named_device && !self.device.is_measured() {
+            if *capability < OLDEST_CAPABILITY {
+                notices.push(format!(
+                    "{name} has compute capability {capability:.1}, and steps run on {OLDEST_CAPABILITY:.1} or later: this is only a plan"
+                ));
+            }
+            if matches!(self.target, Target::Cpu { .. }) {
+                notices.push(format!("planned with the kernels of CPUs; --device cuda plans with those of {name}"));
+            }
+        }
+        notices
     }
 
     /// Returns a key for the step's graph. Steps with equal keys have equal graphs.

@@ -113,7 +113,7 @@ impl<'a> Evaluator<'a> {
 
     /// Memory of each rank's device, in bytes.
     fn capacity(&self, configuration: &Configuration) -> u64 {
-        let device = configuration.step.as_ref().map_or(u64::MAX, |step| step.device.memory);
+        let device = configuration.step.as_ref().map_or(u64::MAX, |step| step.device.arena_bytes());
         self.sweep.options.capacity.unwrap_or(device)
     }
 

@@ -53,7 +53,7 @@ impl Folders {
 
 const TEXT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/LICENSE-MIT");
 
-fn copy(from: &Path, to: &Path) {
+pub fn copy(from: &Path, to: &Path) {
     std::fs::create_dir_all(to).unwrap();
     for entry in std::fs::read_dir(from).unwrap() {
         let entry = entry.unwrap();
@@ -62,7 +62,7 @@ fn copy(from: &Path, to: &Path) {
 }
 
 /// Returns a tokenizer in which id n is byte n, spelled as in GPT-2.
-fn byte_tokenizer() -> Value {
+pub fn byte_tokenizer() -> Value {
     let is_shown = |byte: u32| matches!(byte, 33..=126 | 161..=172 | 174..=255);
     let mut others = 256..;
     let of_byte = |byte| char::from_u32(if is_shown(byte) { byte } else { others.next().unwrap() }).unwrap();

@@ -1,6 +1,7 @@
 //! Tests that run the command line as a user would.
 
 mod compare;
+mod docs;
 mod folders;
 mod generate;
 mod pages;

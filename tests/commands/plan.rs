@@ -260,6 +260,103 @@ fn a_step_is_planned_within_its_budget_or_refused() {
     }
 }
 
+/// A device with little memory, so that small steps do not fit.
+const CARD: &str = "name = 'mine'\nmemory = 335544320\nreserve = 20971520\nf32_flops = 1e12\nbf16_flops = 1e13\nproducts = 0.8\n\
+    attention = 0.6\nbytes = 1e11\nlaunch = 2e-6\nlink = 1e10\nlatency = 1e-5\noverlap = 0.5\n";
+
+/// Plans the small model, by default with the kernels of a GPU. Returns the exit code, the standard output and the standard error.
+fn ask(arguments: &str) -> (Option<i32>, String, String) {
+    let folder = tempfile::tempdir().unwrap();
+    fs::write(folder.path().join("card.toml"), CARD).unwrap();
+    let mut command = Command::new(env!("CARGO_BIN_EXE_gapless"));
+    command.args(["plan", "--model", "small"]).args(arguments.split(' ')).current_dir(folder.path());
+    for (flag, value) in [("--sequence", "128"), ("--precision", "bf16"), ("--device", "cuda")] {
+        if !arguments.contains(flag) {
+            command.args([flag, value]);
+        }
+    }
+    let output = command.output().unwrap();
+    let [out, err] = [output.stdout, output.stderr].map(|text| String::from_utf8(text).unwrap());
+    (output.status.code(), out, err)
+}
+
+#[test]
+fn a_device_or_a_budget_is_a_question() {
+    for (arguments, code, answer, told) in [
+        ("--batch 4 --profile t4", 0, "fits: yes, ", "t4 has compute capability 7.5"),
+        ("--batch 4 --profile card.toml", 0, " of the 300 MiB of mine (320 MiB less 20 MiB for the CUDA context", ""),
+        ("--batch 4 --budget 1GiB", 0, " of the 1 GiB of the budget", ""),
+        ("--batch 4 --device cpu --profile h100", 0, "fits: yes, ", "--device cuda plans with those of h100"),
+        ("--batch 64 --profile card.toml", 3, "fits: no: the step needs ", "what helps: bf16 without f32 masters"),
+        ("--batch 64 --profile card.toml", 3, "more than the 300 MiB of mine", "recomputation it "),
+        ("--batch 4 --pipeline-ranks 2 --budget 1MiB", 3, "fits: no: rank ", "what helps: "),
+        (
+            "--batch 64 --recompute layers --profile card.toml --sequence 512",
+            3,
+            "fits: no",
+            "more recomputation (memory",
+        ),
+        ("--batch 4 --rank 0", 0, "4 sequences of 128 tokens in 1 micro-batch,", ""),
+    ] {
+        let (found, out, err) = ask(arguments);
+        assert_eq!(found, Some(code), "{arguments}\n{out}{err}");
+        assert!(out.contains(answer) && err.contains(told), "{arguments}\n{out}{err}");
+        assert_eq!(out.contains("fits: "), !arguments.ends_with("--rank 0"), "{out}");
+    }
+    let (_, out, _) = ask("--batch 64 --profile card.toml --json");
+    let fits = &serde_json::from_str::<serde_json::Value>(&out).unwrap()["fits"];
+    assert_eq!((&fits["fits"], &fits["limit"]["bytes"]), (&false.into(), &(300 << 20).into()));
+    let (_, out, _) = ask("--batch 4 --budget 1MiB --json");
+    let fits = &serde_json::from_str::<serde_json::Value>(&out).unwrap()["fits"];
+    assert_eq!((&fits["fits"], &fits["limit"]["device"]), (&false.into(), &serde_json::Value::Null));
+}
+
+/// A step is not told to do what it does already, or what hardly matters to it.
+#[test]
+fn remedies_fit_the_step() {
+    let (_, _, plain) = ask("--batch 4 --budget 1MiB --precision f32");
+    assert!(plain.contains("what helps: bf16 (step.precision); an optimizer with smaller states"), "{plain}");
+    assert!(plain.contains("adapters (trainable.lora)") && plain.contains("more micro-batches"), "{plain}");
+    let (_, _, adapted) = ask("--batch 1 --budget 1MiB --lora 4:8 --lora-targets c_proj");
+    assert!(adapted.contains("what helps: more pipeline ranks (mesh.pipeline)"), "{adapted}");
+    assert!(adapted.contains("shorter sequences") && !adapted.contains("adamw8bit"), "{adapted}");
+    assert!(adapted.contains("needs ") && adapted.contains(" MiB of ") && !adapted.contains("bytes of "), "{adapted}");
+}
+
+#[test]
+fn the_largest_batch_fits_and_the_next_does_not() {
+    let (code, out, err) = ask("--largest-batch --micro-batches 2 --profile card.toml --json");
+    assert_eq!(code, Some(0), "{err}");
+    let json: serde_json::Value = serde_json::from_str(&out).unwrap();
+    let [batch, next] = ["batch", "next"].map(|key| json["largest_batch"][key].as_u64().unwrap());
+    assert!(next == batch + 2 && batch > 2 && json["fits"]["fits"] == true, "{out}");
+    let (code, out, err) = ask(&format!("--batch {next} --micro-batches 2 --profile card.toml"));
+    assert!(code == Some(3) && out.starts_with("fits: no"), "{out}{err}");
+    let (code, _, err) = ask("--largest-batch");
+    assert!(code == Some(2) && err.contains("--largest-batch needs a limit; name a device with --profile"), "{err}");
+    let (code, out, err) = ask("--largest-batch --micro-batches 2 --budget 1MiB");
+    assert!(code == Some(3) && out.starts_with("fits: no"), "{out}{err}");
+}
+
+#[test]
+fn a_number_of_ranks_is_made_a_mesh() {
+    let (code, out, err) = ask("--planning 100000 --ranks 4 --batch 8 --micro-batches 2 --profile card.toml");
+    assert_eq!(code, Some(0), "{out}{err}");
+    assert!(out.contains("<- chosen") && out.contains(", 4 ranks, schedule "), "{out}");
+    // One line for each way to write 4 as pipeline ranks × data ranks.
+    let (_, out, _) = ask("--planning 100000 --ranks 4 --batch 8 --micro-batches 2 --json");
+    let json: serde_json::Value = serde_json::from_str(&out).unwrap();
+    let compared = json["meshes"]["compared"].as_array().unwrap();
+    assert_eq!(compared.len(), 3, "{out}");
+    let chosen = &compared[json["meshes"]["chosen"].as_u64().unwrap() as usize];
+    let least = compared.iter().filter_map(|option| option["step_ms"].as_f64()).fold(f64::INFINITY, f64::min);
+    assert_eq!(chosen["step_ms"], least);
+    let (code, out, err) = ask("--planning 100000 --ranks 3 --batch 4 --micro-batches 2");
+    assert!(code == Some(0) && out.contains("4 sequences do not divide into 2 micro-batches"), "{out}{err}");
+    let (code, _, err) = ask("--ranks 4 --pipeline-ranks 2");
+    assert!(code == Some(2) && err.contains("--ranks chooses the mesh; leave --pipeline-ranks out"), "{err}");
+}
+
 /// The command writes a table for every rank. The other commands can read the table, which contains the plan that
 /// they use.
 #[test]

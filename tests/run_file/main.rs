@@ -5,6 +5,7 @@ mod checkpoints;
 mod data;
 mod evaluation;
 mod guard;
+mod length;
 #[cfg(target_os = "linux")]
 mod limits;
 mod plan;
@@ -131,7 +132,7 @@ fn a_file_is_a_run_of_the_library() {
     let training = dataset.training(16, 4, 3).unwrap();
     let (mut tokens, mut targets) = (vec![0; 64], vec![0; 64]);
     for &(step, bits) in &expected {
-        training.fill(step, 0, &mut tokens, &mut targets).unwrap();
+        training.fill(step - 1, 0, &mut tokens, &mut targets).unwrap();
         assert_eq!(trainer.step(&tokens, &targets).unwrap().loss.to_bits(), bits, "step {step}");
     }
 
@@ -178,7 +179,7 @@ fn a_folder_holds_all_of_a_run() {
     assert!(std::fs::read_to_string(out.join("log.txt")).unwrap().contains("all 4 steps were done before"));
     // The log has the printed lines, and the planner's command can read the plan.
     let log = std::fs::read_to_string(out.join("log.txt")).unwrap();
-    assert!(log.contains("training tokens") && log.contains("step     3 validation loss"), "{log}");
+    assert!(log.contains("training tokens") && log.contains("step     4 validation loss"), "{log}");
     let output = place.gapless(&["plan", "run/plan.csv", "--json"]);
     let planned: Value = serde_json::from_slice(&output.stdout).unwrap();
     assert_eq!(planned["lower_bound"], summary["lower_bound_bytes"], "{planned}");
@@ -218,7 +219,7 @@ fn rows_of_a_mixture_say_where_tokens_go() {
 #[test]
 fn printed_files_are_runs() {
     let place = Place::new();
-    for name in ["small-gpt", "llama", "moe", "budget", "pipeline", "lora", "sft"] {
+    for name in ["tiny", "small-gpt", "llama", "moe", "budget", "pipeline", "lora", "sft"] {
         let text = String::from_utf8(place.gapless(&["init", name]).stdout).unwrap();
         let text = text.replace("path = \"text\"", "path = \"DIR/text.txt\"").replace("conversations", "DIR/lines");
         let config = RunConfig::read(&place.file(&text), &[]).unwrap();

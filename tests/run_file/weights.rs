@@ -34,6 +34,8 @@ fn trained_weights_leave_in_the_form_that_they_came_in() {
 
     let lora = "[trainable.lora]\nrank = 2\ntargets = [\"q_proj\"]\n[data]";
     let (mut trainer, out) = go(&text.replace("[data]", lora), "adapter");
+    let log = std::fs::read_to_string(out.join("log.txt")).unwrap();
+    assert!(log.contains(" parameters are trained ("), "{log}");
     let (folder, adapter) = (Folder::open(&base).unwrap(), Adapter::open(out.join("adapter")).unwrap());
     folder.load(&mut trainer).unwrap();
     adapter.load(&folder, &mut trainer).unwrap();

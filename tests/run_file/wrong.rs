@@ -8,6 +8,8 @@ use crate::{Place, TINY};
 const WRONG: &[(&str, &str, &[&str])] = &[
     ("steps = 4", "steps = 0", &["steps (line 2)", "at least one"]),
     ("steps = 4", "steps = -1", &["line 2", "steps", "invalid value"]),
+    ("steps = 4", "steps = 4\nepochs = 2", &["epochs (line 3)", "leave one of them out"]),
+    ("steps = 4", "epochs = 0", &["epochs (line 2): is 0", "set it above 0"]),
     ("steps = 4", "steps = \"4\"", &["line 2", "invalid type: string"]),
     ("steps = 4", "step = 4", &["line", "duplicate key"]),
     ("steps = 4", "stepz = 4", &["line 2", "unknown field `stepz`", "did you mean `steps`"]),

@@ -119,7 +119,7 @@ fn a_non_finite_loss_stops_names_its_source_and_leaves_the_model_alone() {
     let before = parameters(&trainer);
     let (tokens, targets) = run.batch(1);
     let error = trainer.step(&tokens, &targets).unwrap_err();
-    let TrainError::NonFinite { step: 1, culprit, .. } = &error else { panic!("{error}") };
+    let TrainError::NonFinite { step: 2, culprit, .. } = &error else { panic!("{error}") };
     assert!(culprit.contains("linear in h.1.mlp.c_fc"), "{culprit}");
     assert_eq!(parameters(&trainer), before);
     assert_eq!(trainer.steps(), 1);

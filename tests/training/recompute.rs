@@ -191,7 +191,7 @@ fn a_budget_is_kept_and_more_bytes_never_cost_more_time() {
         let (all, all_flops) = (run.trainer().report().arena_bytes, run.trainer().report().flops_per_step);
         run.options.step.memory.budget = Some(1);
         let smallest = match run.try_trainer() {
-            Err(TrainError::Compile(CompileError::OverBudget { budget: 1, smallest })) => smallest,
+            Err(TrainError::Compile(CompileError::OverBudget { budget: 1, smallest, .. })) => smallest,
             other => panic!("one byte is enough: {other:?}"),
         };
         assert!(smallest < all, "{smallest} of {all}");

@@ -27,7 +27,7 @@ use curve::Curve;
 /// `--accent`, `--bound`.
 pub const THEME: &str = include_str!("assets/theme.css");
 
-pub use quantity::{Bytes, NotBytes};
+pub use quantity::{Bytes, ExactBytes, NotBytes};
 pub use summary::{RoleBytes, Span, Summary, TensorAtPeak, Unused};
 pub use svg::{SvgOptions, escape};
 pub use text::TextOptions;

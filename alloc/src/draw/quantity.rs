@@ -93,6 +93,18 @@ impl fmt::Display for Bytes {
     }
 }
 
+/// Prints a number of bytes as [`Bytes`] does, followed by the exact number: `1.50 GiB (1610612736 bytes)`. Fewer than
+/// 1024 bytes are printed as `96 bytes`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ExactBytes(pub u64);
+
+impl fmt::Display for ExactBytes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self(bytes) = *self;
+        if bytes < 1024 { write!(f, "{bytes} bytes") } else { write!(f, "{} ({bytes} bytes)", Bytes(bytes)) }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -107,6 +119,8 @@ mod tests {
         check(64 << 20, "64 MiB");
         check(u64::MAX, "16.00 EiB");
         assert_eq!(format!("{:>8}", Bytes(7)), "     7 B");
+        assert_eq!(ExactBytes(1023).to_string(), "1023 bytes");
+        assert_eq!(ExactBytes(1536).to_string(), "1.50 KiB (1536 bytes)");
     }
 
     #[test]

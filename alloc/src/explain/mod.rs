@@ -13,7 +13,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 
 use crate::deadline::Deadline;
-use crate::draw::Mark;
+use crate::draw::{Bytes, ExactBytes, Mark};
 use crate::order::sort_by_key;
 use crate::{BufferId, Label, Options, Problem, Role, Solution, live_at, peak_tick};
 use remedy::RemedySearch;
@@ -125,7 +125,7 @@ impl Explanation {
         let s = if *size == 1 { "" } else { "s" };
         match changes.first() {
             Some(Change::LeaveOut(_)) => write!(f, "it would fit without {size} buffer{s}")?,
-            Some(Change::Shrink(..)) => write!(f, "it would fit with {size} byte{s} less")?,
+            Some(Change::Shrink(..)) => write!(f, "it would fit with {} less", Bytes(*size))?,
             Some(Change::Free(..)) => write!(f, "it would fit with {size} lifetime{s} interrupted")?,
             None => return Ok(()),
         }
@@ -138,7 +138,7 @@ impl Explanation {
             let name = self.names.get(&change.buffer()).map_or("?", String::as_str);
             match change {
                 Change::LeaveOut(_) => writeln!(f, "  {name}")?,
-                Change::Shrink(_, bytes) => writeln!(f, "  {name}: {bytes} bytes")?,
+                Change::Shrink(_, bytes) => writeln!(f, "  {name}: {}", Bytes(*bytes))?,
                 Change::Free(_, ticks) => writeln!(f, "  {name}: ticks {} to {}", ticks.start, ticks.end)?,
             }
         }
@@ -154,27 +154,28 @@ const LINES: usize = 16;
 
 impl fmt::Display for Explanation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (height, more, capacity) = (self.height, self.height - self.capacity, self.capacity);
         writeln!(
             f,
-            "needs {} bytes, {} more than the capacity of {}",
-            self.height,
-            self.height - self.capacity,
-            self.capacity
+            "needs {}, {} more than the capacity of {}",
+            ExactBytes(height),
+            ExactBytes(more),
+            ExactBytes(capacity)
         )?;
         let phases: String = self.phases.iter().map(|phase| format!(", in {phase}")).collect();
         writeln!(
             f,
-            "peak: {} bytes in {} buffers alive at tick {}{phases}",
-            self.peak_bytes,
+            "peak: {} in {} buffers alive at tick {}{phases}",
+            Bytes(self.peak_bytes),
             self.alive.len(),
             self.peak_tick
         )?;
         for (role, bytes, buffers) in &self.roles {
-            writeln!(f, "  {bytes:>16} bytes of {buffers} × {}", role.name())?;
+            writeln!(f, "  {:>12} of {buffers} × {}", Bytes(*bytes), role.name())?;
         }
         match self.excess {
             0 => writeln!(f, "the peak fits; what is missing is a placement without gaps")?,
-            excess => writeln!(f, "at least {excess} bytes too many are alive at the peak")?,
+            excess => writeln!(f, "at least {} too many are alive at the peak", Bytes(excess))?,
         }
         self.remedies().try_for_each(|remedy| self.write(f, remedy))?;
         match self.cut_short {
@@ -209,15 +210,15 @@ mod tests {
         let marks = [("forward", 0..2), ("backward", 2..5), ("layer 1", 1..3)];
         let explanation = at(Some(170)).unwrap().during(&marks.map(|(name, ticks)| Mark::new(ticks, name)));
         insta::assert_snapshot!(explanation, @r"
-        needs 210 bytes, 40 more than the capacity of 170
-        peak: 210 bytes in 3 buffers alive at tick 2, in backward, in layer 1
-                       110 bytes of 2 × activation
-                       100 bytes of 1 × parameter
-        at least 40 bytes too many are alive at the peak
+        needs 210 bytes, 40 bytes more than the capacity of 170 bytes
+        peak: 210 B in 3 buffers alive at tick 2, in backward, in layer 1
+                 110 B of 2 × activation
+                 100 B of 1 × parameter
+        at least 40 B too many are alive at the peak
         it would fit without 1 buffer, which is the minimum:
           q (activation)
-        it would fit with 40 bytes less, which is the minimum:
-          q (activation): 40 bytes
+        it would fit with 40 B less, which is the minimum:
+          q (activation): 40 B
         it would fit with 2 lifetimes interrupted, which is the minimum:
           q (activation): ticks 2 to 3
           k (activation): ticks 3 to 4

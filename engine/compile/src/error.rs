@@ -2,6 +2,8 @@
 
 use gapless_alloc::draw::Bytes;
 
+use crate::step::StepOptions;
+
 /// `Result` with this crate's [`enum@Error`].
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
@@ -17,11 +19,12 @@ pub enum Error {
     #[error("{name:?} takes {expected} elements, but {given} were given")]
     ElementCount { name: String, expected: usize, given: usize },
     #[error(
-        "no recomputation fits the budget of {} ({budget} bytes); the smallest step found takes {} ({smallest} bytes)\nwhat helps: bf16, an optimizer with smaller states (adamw8bit, lion), more ranks or fewer trained parameters; and where activations take most of it, a smaller micro-batch or a shorter sequence",
+        "no recomputation fits the budget of {} ({budget} bytes); the smallest step found takes {} ({smallest} bytes){}",
         Bytes(*budget),
-        Bytes(*smallest)
+        Bytes(*smallest),
+        what_helps(remedies)
     )]
-    OverBudget { budget: u64, smallest: u64 },
+    OverBudget { budget: u64, smallest: u64, remedies: Vec<&'static str> },
     #[error(
         "{program:?} would have {instructions} instructions, more than the maximum of {most}; use fewer micro-batches or more pipeline ranks"
     )]
@@ -43,7 +46,22 @@ pub enum Error {
     Schedule(#[from] gapless_parallel::Error),
 }
 
+/// Returns the last line of a message about a step that is too large. It is empty if no remedy is known.
+fn what_helps(remedies: &[&str]) -> String {
+    if remedies.is_empty() { String::new() } else { format!("\nwhat helps: {}", remedies.join("; ")) }
+}
+
 impl Error {
+    /// Adds to an error about a step that is too large the settings that would lower the step's memory.
+    pub(crate) fn with_remedies(self, options: &StepOptions) -> Self {
+        match self {
+            Self::OverBudget { budget, smallest, .. } => {
+                Self::OverBudget { budget, smallest, remedies: options.remedies() }
+            }
+            other => other,
+        }
+    }
+
     /// Returns the error for a refused setting: the setting's name, the reason, and what to do instead.
     pub(crate) fn config(what: &'static str, why: impl Into<String>, remedy: &'static str) -> Self {
         gapless_graph::Error::config(what, why, remedy).into()

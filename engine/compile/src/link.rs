@@ -47,7 +47,7 @@ pub fn compile(programs: &[Program], options: &CompileOptions) -> Result<Executa
     let dynamic_arena = requests.plan(&problem, &solution, options.reserve)?;
     let height = dynamic_arena.as_ref().map_or(solution.height, ArenaPlan::height);
     if let Some(budget) = options.planner.capacity.filter(|&capacity| height > capacity) {
-        return Err(Error::OverBudget { budget, smallest: height });
+        return Err(Error::OverBudget { budget, smallest: height, remedies: Vec::new() });
     }
     let mut host = plan_host(programs, &spans, &options.planner)?;
     let plan_ms = started.elapsed().as_secs_f64() * 1e3;

@@ -97,7 +97,7 @@ impl TrainerBuilder<'_> {
         options.check()?;
         let ranks = RankPlan::of(&options.step, rank)?;
         let (executable, compiled) = self.purpose.compile(build, &options.step, &ranks, options.target())?;
-        Ok(Report::of(&executable, compiled.parameters))
+        Ok(Report::of(&executable, compiled.parameters, compiled.layout.frozen_elements()))
     }
 
     /// Plans all ranks of the mesh. Ranks with the same stages have equal plans, so each group of such ranks is planned

@@ -44,7 +44,7 @@ use gapless_runtime::cuda;
 /// The result of a training step.
 #[derive(Debug, Clone, Copy, PartialEq, serde::Serialize)]
 pub struct StepReport {
-    /// Index of the step, counted from 0.
+    /// Number of steps done, including this one. The first step is step 1, and a checkpoint after it is that of step 1.
     pub step: u64,
     /// Mean loss over the batch, with the parameters from before the update. It includes all terms that are minimized.
     pub loss: f32,
@@ -160,7 +160,7 @@ impl Trainer {
 
     /// The memory report of the plan.
     pub fn report(&self) -> Report {
-        Report::of(self.session.executable(), self.parameters)
+        Report::of(self.session.executable(), self.parameters, self.layout.frozen_elements())
     }
 
     /// Writes the plan as a table ([`Executable::write_plan`](gapless_compile::Executable::write_plan)).
@@ -213,7 +213,7 @@ impl Trainer {
             if self.options.step.memory.release_gradients {
                 let culprit =
                     "an unknown instruction, as the gradients were released; the model has changed: go back to a checkpoint".into();
-                return Err(TrainError::NonFinite { step: self.step, loss, culprit });
+                return Err(TrainError::NonFinite { step: self.step + 1, loss, culprit });
             }
             // The first run may have overwritten the step's inputs, so they are written again.
             self.write_step(batch, lr)?;
@@ -222,11 +222,11 @@ impl Trainer {
                 Some(_) => "another rank".into(),
                 None => "no instruction when the step was repeated".into(),
             });
-            return Err(TrainError::NonFinite { step: self.step, loss, culprit });
+            return Err(TrainError::NonFinite { step: self.step + 1, loss, culprit });
         }
         let loss_parts = LossParts::read(&self.session, program, &self.loss_parts, loss)?;
-        let report = StepReport { step: self.step, loss, loss_parts, gradient_norm, lr, skipped };
         self.step += 1;
+        let report = StepReport { step: self.step, loss, loss_parts, gradient_norm, lr, skipped };
         self.session.grow(self.options.most_bytes())?;
         Ok(report)
     }

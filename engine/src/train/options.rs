@@ -6,7 +6,7 @@ use gapless_runtime::cpu::{MAX_THREADS, resolve_threads};
 
 use super::DeviceChoice;
 use crate::error::{Result, TrainError};
-use crate::learning_rate::{LearningRate, Shape};
+use crate::learning_rate::LearningRate;
 
 /// The options of a trainer: the options of the training step, and the settings of the run (learning rate, seed,
 /// device, threads).
@@ -14,7 +14,8 @@ use crate::learning_rate::{LearningRate, Shape};
 pub struct TrainOptions {
     /// The options that determine the step's programs and their memory.
     pub step: StepOptions,
-    /// The learning rate schedule.
+    /// The learning rate schedule. The default is [`LearningRate::DEFAULT_PEAK`] at every step. Run files have the same
+    /// peak and decay by a cosine ([`LearningRate::cosine`]), because they know the number of steps.
     pub learning_rate: LearningRate,
     /// Seed of the initial parameters and of dropout.
     pub seed: u64,
@@ -33,7 +34,7 @@ impl Default for TrainOptions {
     fn default() -> Self {
         Self {
             step: StepOptions::default(),
-            learning_rate: LearningRate { peak: 3e-4, floor: 3e-4, warmup_steps: 0, steps: 0, shape: Shape::Constant },
+            learning_rate: LearningRate::constant(LearningRate::DEFAULT_PEAK),
             seed: 0,
             device: DeviceChoice::default(),
             threads: 0,

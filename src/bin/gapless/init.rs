@@ -16,6 +16,8 @@ pub struct Arguments {
 
 #[derive(Debug, Clone, Copy, ValueEnum)]
 enum Name {
+    /// A GPT of 0.8 million parameters on bytes, from scratch: first words after a minute on two cores
+    Tiny,
     /// A GPT of 10 million parameters, from scratch, on a CPU in minutes
     SmallGpt,
     /// A small Llama, from scratch
@@ -41,6 +43,7 @@ pub fn run(arguments: &Arguments) -> ExitCode {
             schema = serde_json::to_string_pretty(&RunConfig::schema()).expect("a schema is JSON") + "\n";
             &schema
         }
+        Name::Tiny => include_str!("presets/tiny.toml"),
         Name::SmallGpt => include_str!("presets/small-gpt.toml"),
         Name::Llama => include_str!("presets/llama.toml"),
         Name::Moe => include_str!("presets/moe.toml"),

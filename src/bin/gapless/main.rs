@@ -19,7 +19,7 @@ mod weights;
 
 use std::process::ExitCode;
 
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 
 /// An LLM training engine whose memory has no gaps.
 #[derive(Parser)]
@@ -45,7 +45,10 @@ enum Command {
 }
 
 fn main() -> ExitCode {
-    let command = Cli::parse().command;
+    let command = match Cli::from_arg_matches(&command().get_matches()) {
+        Ok(cli) => cli.command,
+        Err(error) => error.exit(),
+    };
     if let Err(error) = limits::prepare() {
         output::tell_error("gapless", &error);
         return ExitCode::FAILURE;
@@ -63,4 +66,12 @@ fn main() -> ExitCode {
         Command::Sweep(arguments) => sweep::run(&arguments),
         Command::Train(arguments) => train::run(&arguments),
     }
+}
+
+/// Returns the command line. `--ranks` is short for `--pipeline-ranks` where a command shows the ranks of a pipeline. In
+/// `plan`, it is the number of all ranks.
+fn command() -> clap::Command {
+    ["compare", "schedule"].into_iter().fold(Cli::command(), |cli, name| {
+        cli.mut_subcommand(name, |command| command.mut_arg("pipeline_ranks", |arg| arg.visible_alias("ranks")))
+    })
 }

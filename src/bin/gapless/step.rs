@@ -78,7 +78,6 @@ impl clap::Args for RunArguments {
         let command = FLAGS.iter().fold(command, |command, flag| {
             let arg = Arg::new(flag.name).long(flag.long.as_str()).value_name("VALUE").allow_hyphen_values(true);
             let arg = match flag.name {
-                "pipeline_ranks" => arg.visible_alias("ranks"),
                 "precision" => arg.alias("dtype"),
                 "device" => arg.alias("kernels"),
                 "profile" => arg.alias("card"),

@@ -4,6 +4,7 @@ use std::fmt::Debug;
 use std::io::IsTerminal;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::time::Duration;
 
 use gapless::TrainError;
 use gapless::engine::checkpoint::CheckpointError;
@@ -83,13 +84,15 @@ pub fn run(arguments: &Arguments) -> ExitCode {
 fn run_traced(arguments: &Arguments, config: &RunConfig, mut console: Console) -> ExitCode {
     let name = arguments.config.file_stem().unwrap_or_default();
     let out = arguments.out.clone().unwrap_or_else(|| PathBuf::from("runs").join(name));
-    let bar = progress_bar(config.steps);
+    let bar = progress_bar();
     let show = |progress: Progress| {
-        let Progress { done, steps, loss, learning_rate, tokens_per_second } = progress;
-        let line = format!("loss {loss:.4} lr {learning_rate:.1e} {tokens_per_second:.0} tokens/s");
+        let Progress { done, steps, loss, learning_rate, tokens_per_second, left } = progress;
+        let left = if done == steps { String::new() } else { format!(", {} left", in_words(left)) };
+        let line = format!("loss {loss:.4} lr {learning_rate:.1e} {tokens_per_second:.0} tokens/s{left}");
         if bar.is_hidden() && (done % 10 == 0 || done == steps) {
-            tell(format_args!("step {done:>5} {line}"));
+            tell(format_args!("step {done} of {steps} {line}"));
         }
+        bar.set_length(steps);
         bar.set_position(done);
         bar.set_message(line);
     };
@@ -199,7 +202,30 @@ impl Visit for BytesOf<'_> {
     fn record_debug(&mut self, _: &Field, _: &dyn Debug) {}
 }
 
-fn progress_bar(steps: u64) -> ProgressBar {
-    let style = ProgressStyle::with_template("{pos}/{len} {wide_msg} ETA {eta}").expect("the template is sound");
-    ProgressBar::new(steps).with_style(style)
+fn progress_bar() -> ProgressBar {
+    let style = ProgressStyle::with_template("step {pos} of {len} {wide_msg}").expect("the template is sound");
+    ProgressBar::new(0).with_style(style)
+}
+
+/// Formats a time for people: `40 s`, `3 min` or `2 h 5 min`.
+fn in_words(time: Duration) -> String {
+    let seconds = time.as_secs();
+    let minutes = (seconds + 30) / 60;
+    match (seconds, minutes) {
+        (..90, _) => format!("{seconds} s"),
+        (_, ..90) => format!("{minutes} min"),
+        _ => format!("{} h {} min", minutes / 60, minutes % 60),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times_are_in_words() {
+        let words = |seconds| in_words(Duration::from_secs(seconds));
+        assert_eq!([0, 89, 90, 180].map(words), ["0 s", "89 s", "2 min", "3 min"]);
+        assert_eq!([5369, 5370, 7500].map(words), ["89 min", "1 h 30 min", "2 h 5 min"]);
+    }
 }

@@ -46,6 +46,9 @@ impl RunConfig {
         if self.steps == 0 {
             return fail("steps", "is 0".into(), "train at least one step");
         }
+        if let Some(epochs) = self.epochs.filter(|epochs| !(epochs.is_finite() && *epochs > 0.0)) {
+            return fail("epochs", format!("is {epochs}"), "set it above 0; 1 reads the data once");
+        }
         let options = self.options();
         options.check().map_err(refused)?;
         self.check_model()?;

@@ -119,6 +119,20 @@ impl DataConfig {
 }
 
 impl RunConfig {
+    /// Returns the run with `epochs` converted to `steps`, by the number of windows in an epoch of the data. A run that
+    /// has `steps` is returned as it is.
+    ///
+    /// # Errors
+    /// Returns an error if the data are too short for a window, or if the learning rate does not fit the number of steps.
+    pub fn with_steps(&self, dataset: &Dataset) -> Result<Self, RunError> {
+        let Some(epochs) = self.epochs else { return Ok(self.clone()) };
+        let windows = dataset.training(self.step.sequence, self.step.batch, self.seed)?.per_epoch();
+        let steps = (epochs * windows as f64 / self.step.batch as f64).ceil().max(1.0) as u64;
+        let run = Self { steps, epochs: None, ..self.clone() };
+        run.check_keys()?;
+        Ok(run)
+    }
+
     /// Tokenizes the data, or opens the tokenized data that an earlier run has left in the cache.
     ///
     /// # Errors

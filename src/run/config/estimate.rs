@@ -8,9 +8,12 @@ use serde::{Deserialize, Serialize};
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct EstimateConfig {
-    /// The device whose speed the time estimates assume: `a100-80`, `h100`, `h200`, `b200`, a TOML file with a profile,
-    /// or `this-machine`, which is measured.
-    pub profile: String,
+    /// The device that plans and time estimates are for: `t4`, `v100-16`, `a10`, `l4`, `rtx3090`, `rtx4090`, `a100-40`,
+    /// `a6000`, `l40s`, `a100-80`, `h100`, `h200`, `b200`, a TOML file with a profile, or `this-machine`, which is
+    /// measured. `plan` then says whether the step fits into the device's memory. Without this key, times are those of
+    /// an `h100`, and no memory is assumed.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub profile: Option<String>,
     /// The speed of matrix products in TFLOP/s, in place of the value of the profile.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tflops: Option<f64>,
@@ -39,8 +42,15 @@ pub enum Lowering {
     EagerAmp,
 }
 
+impl EstimateConfig {
+    /// The name of the device whose speed time estimates assume.
+    pub(crate) fn profile_name(&self) -> &str {
+        self.profile.as_deref().unwrap_or("h100")
+    }
+}
+
 impl Default for EstimateConfig {
     fn default() -> Self {
-        Self { profile: "h100".into(), tflops: None, terabytes: None, lowering: Lowering::Gapless, rank: "0".into() }
+        Self { profile: None, tflops: None, terabytes: None, lowering: Lowering::Gapless, rank: "0".into() }
     }
 }

@@ -10,7 +10,7 @@ use super::RunConfig;
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct RateConfig {
-    /// The highest learning rate.
+    /// The highest learning rate. The default is that of every trainer.
     pub peak: f64,
     /// The learning rate of the last step. The default is a tenth of `peak`.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -42,23 +42,31 @@ pub enum RateShape {
 
 impl Default for RateConfig {
     fn default() -> Self {
-        Self { peak: 1e-3, floor: None, warmup_steps: 20, shape: RateShape::Cosine, decay_steps: None }
+        Self {
+            peak: LearningRate::DEFAULT_PEAK,
+            floor: None,
+            warmup_steps: 20,
+            shape: RateShape::Cosine,
+            decay_steps: None,
+        }
     }
 }
 
 impl RunConfig {
     /// Returns the learning rate schedule of this run.
     pub(super) fn learning_rate(&self) -> LearningRate {
+        // Without data, the number of steps of an epoch is not known, and no warm-up or decay is too long.
+        let steps = if self.epochs.is_some() { u64::MAX } else { self.steps };
         let RateConfig { peak, floor, warmup_steps, shape, decay_steps } = self.learning_rate;
         let shape = match shape {
             RateShape::Constant => Shape::Constant,
             RateShape::Linear => Shape::Linear,
             RateShape::Cosine => Shape::Cosine,
             RateShape::InverseSqrt => Shape::InverseSqrt,
-            RateShape::Wsd => Shape::Wsd { decay_steps: decay_steps.unwrap_or(self.steps / 5) },
+            RateShape::Wsd => Shape::Wsd { decay_steps: decay_steps.unwrap_or(steps / 5) },
         };
         // A warm-up that is too long for a short run is shortened, so that users need not change it by hand.
-        let warmup_steps = warmup_steps.min(self.steps / 4);
-        LearningRate { peak, floor: floor.unwrap_or(peak / 10.0), warmup_steps, steps: self.steps, shape }
+        let warmup_steps = warmup_steps.min(steps / 4);
+        LearningRate { peak, floor: floor.unwrap_or(peak / 10.0), warmup_steps, steps, shape }
     }
 }

@@ -52,6 +52,10 @@ pub struct RunConfig {
     /// The number of training steps.
     #[serde(default = "default_steps")]
     pub steps: u64,
+    /// The number of passes over the training data, in place of `steps`. A run of 1.5 epochs has as many steps as its
+    /// batches need to read one and a half times the windows of an epoch, rounded up.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub epochs: Option<f64>,
     /// The run saves a checkpoint and ends after this many minutes of training; `--resume` continues it. Without this
     /// key there is no time limit.
     #[serde(default, skip_serializing_if = "Option::is_none")]

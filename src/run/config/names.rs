@@ -93,6 +93,12 @@ pub(crate) fn set(root: &mut Table, key: &str, value: Value) -> Result<(), Strin
         let kept: Table = kept.into_iter().filter(|(name, _)| name == variant).collect();
         root.insert(which.to_owned(), Value::Table(kept));
     }
+    // The length of a run is given by one of these keys.
+    match key {
+        "steps" => drop(root.remove("epochs")),
+        "epochs" => drop(root.remove("steps")),
+        _ => {}
+    }
     let mut table = root;
     for part in tables.into_iter().flat_map(|tables| tables.split('.')) {
         let below = table.entry(part).or_insert_with(|| Value::Table(Table::new()));

@@ -151,7 +151,7 @@ impl RunConfig {
 fn parse(text: &str, path: &Path, assignments: &[String]) -> Result<RunConfig, ConfigError> {
     let syntax = |message| ConfigError::Syntax { path: path.to_owned(), message };
     let mut root: Table = toml::from_str(text).map_err(|error| syntax(error.to_string()))?;
-    expect_tables(&root).map_err(|error| at_line(error, text, &[]))?;
+    expect_tables(&root).and_then(|()| expect_one_length(&root)).map_err(|error| at_line(error, text, &[]))?;
     let notices = move_former_names(&mut root).map_err(|error| at_line(error, text, &[]))?;
     let config = match (assignments, &notices[..]) {
         // Deserialized from the text, so that errors have line numbers.
@@ -184,6 +184,14 @@ fn expect_tables(table: &Table) -> Result<(), ConfigError> {
             path.reverse();
             Err(ConfigError::value(&path.join("."), "is a list, but must be a table", "write each value with its key"))
         }
+    }
+}
+
+/// Returns an error if the file gives the length of the run twice.
+fn expect_one_length(table: &Table) -> Result<(), ConfigError> {
+    match table.contains_key("steps") && table.contains_key("epochs") {
+        true => Err(ConfigError::value("epochs", "is given along with steps", "leave one of them out")),
+        false => Ok(()),
     }
 }
 

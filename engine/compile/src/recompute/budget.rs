@@ -86,7 +86,7 @@ impl Budget<'_> {
                 let least = self.recomputation(&self.least());
                 match plan_size(&least, None)? {
                     smallest if smallest <= self.bytes => Ok(least),
-                    smallest => Err(Error::OverBudget { budget: self.bytes, smallest }),
+                    smallest => Err(Error::OverBudget { budget: self.bytes, smallest, remedies: Vec::new() }),
                 }
             }
         }

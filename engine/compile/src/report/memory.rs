@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use gapless_alloc::draw::{MemoryMap, Summary};
+use gapless_alloc::draw::{Bytes, MemoryMap, Summary};
 use serde::Serialize;
 
 use crate::Executable;
@@ -12,6 +12,8 @@ use crate::Executable;
 pub struct Report {
     /// Number of trained parameters.
     pub parameters: u64,
+    /// Number of parameters that are not trained, over all ranks.
+    pub frozen_parameters: u64,
     /// Size of the arena.
     pub arena_bytes: u64,
     /// Size of the file for offloaded activations.
@@ -37,11 +39,13 @@ pub struct Report {
 }
 
 impl Report {
-    /// Returns the report of an executable. `parameters` is the number of trained parameters.
-    pub fn of(executable: &Executable, parameters: u64) -> Self {
+    /// Returns the report of an executable. `parameters` is the number of trained parameters, and `frozen_parameters`
+    /// the number of all others.
+    pub fn of(executable: &Executable, parameters: u64, frozen_parameters: u64) -> Self {
         let solution = &executable.solution;
         Self {
             parameters,
+            frozen_parameters,
             arena_bytes: executable.arena_bytes(),
             reserve_bytes: executable.arena_bytes() - solution.height,
             host_bytes: executable.host_bytes(),
@@ -59,10 +63,17 @@ impl Report {
 
 impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { parameters, frozen_parameters, .. } = *self;
+        write!(f, "{parameters}")?;
+        if frozen_parameters > 0 {
+            let all = parameters + frozen_parameters;
+            write!(f, " of {all} parameters are trained ({:.2} %)", 100.0 * parameters as f64 / all as f64)?;
+        } else {
+            write!(f, " parameters")?;
+        }
         writeln!(
             f,
-            "{} parameters, {} instructions and {:.1} GFLOP per step, {} buffers planned in {:.1} ms (plan {})",
-            self.parameters,
+            ", {} instructions and {:.1} GFLOP per step, {} buffers planned in {:.1} ms (plan {})",
             self.instructions,
             self.flops_per_step as f64 / 1e9,
             self.buffers,
@@ -70,7 +81,7 @@ impl fmt::Display for Report {
             self.plan_hash
         )?;
         if self.reserve_bytes > 0 {
-            writeln!(f, "{} bytes more for the rows that expert ranks receive", self.reserve_bytes)?;
+            writeln!(f, "{} more for the rows that expert ranks receive", Bytes(self.reserve_bytes))?;
         }
         write!(f, "{}", self.summary)
     }

@@ -133,9 +133,10 @@ pub fn compile_step(
         None => Vec::new(),
     };
     // What is recomputed is chosen so that all programs fit. Then the training step is lowered, and the passes run.
+    let helped = |error: Error| error.with_remedies(options);
     let recomputation = {
         let others: Vec<&Program> = [&evaluate, &logits].into_iter().chain(&generation).collect();
-        choose_recomputation(&step, options, ranks, target, &others)?
+        choose_recomputation(&step, options, ranks, target, &others).map_err(helped)?
     };
     let train = step.lower(ranks, target, &recomputation)?;
     let programs: Vec<Program> = [train, evaluate, logits].into_iter().chain(generation).collect();
@@ -144,7 +145,7 @@ pub fn compile_step(
         expect_same_parameters(&programs)?;
     }
     // Lifetimes, the plan, its check, and addresses.
-    let executable = compile(&programs, &options.planning())?;
+    let executable = compile(&programs, &options.planning()).map_err(helped)?;
     let TrainStep { parameters, layout, watched, model, .. } = step;
     let program = programs.into_iter().next();
     Ok((executable, CompiledStep { parameters, vocabulary, layout, watched, model, program }))
@@ -176,13 +177,15 @@ pub fn plan<M: Model>(
     target: Target,
 ) -> Result<Executable> {
     compile(&[program(build, options, rank, target)?], &options.planning())
+        .map_err(|error| error.with_remedies(options))
 }
 
 fn lowered(build: &Build<'_>, options: &StepOptions, rank: usize, target: Target) -> Result<Program> {
     options.check()?;
     let ranks = RankPlan::of(options, rank)?;
     let step = record(build, options, &ranks)?;
-    let recomputation = choose_recomputation(&step, options, &ranks, target, &[])?;
+    let recomputation =
+        choose_recomputation(&step, options, &ranks, target, &[]).map_err(|error| error.with_remedies(options))?;
     step.lower(&ranks, target, &recomputation)
 }
 

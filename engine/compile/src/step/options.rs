@@ -10,7 +10,7 @@ use candle_core::DType;
 use gapless_alloc::arena::Reserve;
 use gapless_graph::nn::Trainable;
 use gapless_graph::nn::names;
-use gapless_graph::optim::{AdamW, Optimizer};
+use gapless_graph::optim::{AdamW, Optimizer, ParameterInfo};
 use gapless_kernels::LossTerms;
 use gapless_parallel::{Mesh, Rates};
 use schemars::JsonSchema;
@@ -335,6 +335,34 @@ impl StepOptions {
             0 => &self.optimizer,
             group => &self.update.groups[group - 1].optimizer,
         }
+    }
+
+    /// Returns the changes of settings that would lower the memory of this step, with the keys of the settings. Changes
+    /// that the step already has, or that hardly matter to it, are left out.
+    pub fn remedies(&self) -> Vec<&'static str> {
+        // Adapters have hardly any optimizer states. All other trained parameters have those of the update rule.
+        let has_states = !matches!(self.trainable, Trainable::Lora(_));
+        let info = ParameterInfo { name: "", dims: &[256, 256], dtype: DType::F32, looked_up: false, masters: false };
+        let state_bytes: u64 = self.optimizer.states(&info).iter().map(|state| state.spec.bytes()).sum();
+        let has_large_states = has_states && state_bytes > (info.elements() * size_of::<f32>()) as u64;
+        let sequences = self.evaluation_batch();
+        let all = [
+            (self.precision == Precision::F32, "bf16 (step.precision)"),
+            (
+                self.precision == Precision::Bf16 && has_states,
+                "bf16 without f32 masters (step.precision = \"pure_bf16\")",
+            ),
+            (has_large_states, "an optimizer with smaller states (optimizer.name = \"adamw8bit\" or \"lion\")"),
+            (
+                self.trainable == Trainable::All,
+                "adapters (trainable.lora) or fewer trained parameters (trainable.only)",
+            ),
+            (true, "more pipeline ranks (mesh.pipeline), which share the layers"),
+            (has_states, "more data ranks (mesh.data), which share the optimizer states"),
+            (sequences > 1, "more micro-batches (step.micro_batches), if activations take most of the memory"),
+            (sequences <= 1, "shorter sequences (step.sequence), if activations take most of the memory"),
+        ];
+        all.into_iter().filter_map(|(helps, remedy)| helps.then_some(remedy)).collect()
     }
 
     /// Returns the number of sequences per evaluation, which is the number of sequences per micro-batch.

@@ -98,6 +98,14 @@ pub struct CheckpointLayout {
     pub copies: HashMap<String, Vec<String>>,
 }
 
+impl CheckpointLayout {
+    /// Returns the number of elements of all tensors that no update changes.
+    pub fn frozen_elements(&self) -> u64 {
+        let elements = |name: &String| self.shapes.get(name).map_or(0, |dims| dims.iter().product::<usize>() as u64);
+        self.frozen.iter().map(elements).sum()
+    }
+}
+
 /// A contiguous part of a flattened tensor.
 #[derive(Debug, Clone, Copy)]
 pub struct Shard {

@@ -9,7 +9,9 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Context, anyhow, bail};
-use gapless::step::Lowering;
+use gapless::Mesh;
+use gapless::run::RunConfig;
+use gapless::step::{LargestBatch, Lowering, MeshChoice, Step};
 use gapless_alloc::Fit;
 use gapless_alloc::csv::Table;
 use gapless_alloc::draw::{Bytes, MemoryMap, SvgOptions, TextOptions};
@@ -19,7 +21,8 @@ use crate::step::{RunArguments, is_run};
 
 /// Plan the memory of a table of buffers, of a run, or of a model's training step, without a device.
 ///
-/// The file of a run (.toml) is planned as `gapless train` runs it, exact to the byte on every rank, without its data or weights.
+/// The file of a run (.toml) is planned as `gapless train` runs it, exact to the byte on every rank, without its data or weights. With
+/// --profile (a device) or --budget, the answer is whether every rank fits.
 ///
 /// A table has the columns id,lower,upper,size and optionally alignment and offset; lifetimes are half-open ranges of ticks, [lower,
 /// upper). Other column names that minimalloc reads are accepted too. Exit code: 0 if the plan fits (or no capacity is given),
@@ -46,6 +49,13 @@ pub struct Arguments {
     /// Print the result as JSON.
     #[arg(long)]
     json: bool,
+    /// Find the largest batch that fits into the memory of --profile, and into --budget, and plan it. The number of micro-batches
+    /// stays the same.
+    #[arg(long)]
+    largest_batch: bool,
+    /// Compare the meshes of this many ranks, and plan the fastest that fits into the memory of --profile and into --budget.
+    #[arg(long, value_name = "NUMBER", value_parser = clap::value_parser!(u16).range(1..=4096))]
+    ranks: Option<u16>,
     #[command(flatten)]
     run: RunArguments,
     #[command(flatten)]
@@ -81,10 +91,20 @@ fn step(arguments: &Arguments) -> anyhow::Result<Fit> {
     if arguments.capacity.is_some() || arguments.deadline.is_some() {
         bail!("--capacity and --deadline apply to tables only; limit a run with --budget 600MiB");
     }
-    let step = arguments.run.step(arguments.file.as_deref())?;
+    let mut run = arguments.run.run(arguments.file.as_deref())?;
+    let meshes = match arguments.ranks {
+        Some(ranks) => Some(choose_mesh(arguments, &mut run, ranks.into())?),
+        None => None,
+    };
+    let mut step = Step::new(&run)?;
     step.notices().iter().for_each(tell);
+    let searches = arguments.largest_batch || arguments.ranks.is_some();
     match (step.lowering, &step.ranks[..]) {
-        (Lowering::Gapless, _) => step::plan(arguments, &step),
+        (Lowering::Gapless, _) => {
+            let largest = if arguments.largest_batch { choose_batch(&mut step)? } else { None };
+            step::plan(arguments, &step, &Searches { meshes, largest })
+        }
+        _ if searches => bail!("--largest-batch and --ranks plan with this engine; leave --lowering out"),
         (_, &[rank]) => {
             let problem = step.eager(&step.record()?, rank)?;
             let ids = (0..problem.len()).map(|index| index.to_string()).collect();
@@ -92,6 +112,41 @@ fn step(arguments: &Arguments) -> anyhow::Result<Fit> {
         }
         _ => bail!("the step of an eager framework is planned one rank at a time; choose the rank with --rank"),
     }
+}
+
+/// The results of the searches that were asked for.
+#[derive(Debug, Default)]
+pub struct Searches {
+    meshes: Option<MeshChoice>,
+    largest: Option<LargestBatch>,
+}
+
+/// Compares the meshes of a number of ranks, and gives the run the best one.
+fn choose_mesh(arguments: &Arguments, run: &mut RunConfig, ranks: usize) -> anyhow::Result<MeshChoice> {
+    if let Some(name) =
+        ["pipeline_ranks", "data_ranks", "expert_ranks"].into_iter().find(|name| arguments.run.has(name))
+    {
+        bail!("--ranks chooses the mesh; leave --{} out, or --ranks", name.replace('_', "-"));
+    }
+    let choice = MeshChoice::among(run, ranks)?;
+    match choice.mesh() {
+        Some(mesh) => run.mesh = mesh,
+        None => bail!(
+            "the step exists on no mesh of {ranks} ranks:\n{choice}change the batch, the micro-batches or the schedule"
+        ),
+    }
+    Ok(choice)
+}
+
+/// Finds the largest batch that fits, and gives it to the step. If no batch fits, the step gets the smallest batch, and
+/// the result is `None`.
+fn choose_batch(step: &mut Step) -> anyhow::Result<Option<LargestBatch>> {
+    let limit =
+        step.limit().context("--largest-batch needs a limit; name a device with --profile, or give a --budget")?;
+    let largest = step.largest_batch(&limit)?;
+    let Mesh { data, expert, .. } = step.options.mesh;
+    step.options.batch = largest.as_ref().map_or(step.options.micro_batches * data * expert, |largest| largest.batch);
+    Ok(largest)
 }
 
 /// Draws a memory map as a page, as SVG or as text, depending on the extension of `path`. The caller must have checked

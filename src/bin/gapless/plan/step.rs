@@ -8,14 +8,14 @@ use std::time::Instant;
 use anyhow::{Context, bail};
 use gapless::engine::compile::report::{RecomputedLayer, recomputed_layers, recomputed_per_micro_batch};
 use gapless::engine::compile::{Error as CompileError, Executable};
-use gapless::step::Step;
-use gapless::{StepOptions, TrainError};
+use gapless::step::{Fits, LargestBatch, Limit, MeshChoice, Step};
+use gapless::{MemoryOptions, Recompute, StepOptions, TrainError};
 use gapless_alloc::draw::{Bytes, MemoryMap, RoleBytes, Summary};
 use gapless_alloc::{Fit, Options, explain};
 use serde::Serialize;
 
 use super::curve::{Curve, curve};
-use super::{draw, of_rank};
+use super::{Searches, draw, of_rank};
 use crate::output::{Size, picture, print, replace, tell, to_json};
 
 /// Arguments of the memory-time curve.
@@ -64,6 +64,15 @@ pub struct Planned {
     /// Arenas of whole runs, by rank.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     ranks: Vec<RankMemory>,
+    /// Whether every rank fits into the device or the budget.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    fits: Option<Fits>,
+    /// The meshes that were compared.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    meshes: Option<MeshChoice>,
+    /// The largest batch that fits, which was planned.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    largest_batch: Option<LargestBatch>,
     #[serde(skip_serializing_if = "Option::is_none")]
     curve: Option<Curve>,
     #[cfg(feature = "cuda")]
@@ -113,6 +122,9 @@ pub fn plan_rank(step: &Step, rank: usize) -> Result<(Planned, Executable), Trai
         summary: map(&model, &executable)?.summary(8),
         model,
         ranks: Vec::new(),
+        fits: None,
+        meshes: None,
+        largest_batch: None,
         curve: None,
         #[cfg(feature = "cuda")]
         roofline: None,
@@ -125,34 +137,54 @@ fn map<'a>(title: &'a str, executable: &'a Executable) -> Result<MemoryMap<'a>, 
     Ok(map.with_marks(executable.parts())?)
 }
 
-/// Plans the step of each rank and prints its figures.
-pub fn plan(arguments: &super::Arguments, step: &Step) -> anyhow::Result<Fit> {
+/// Plans every stage of the step, says whether it fits, and prints the figures of the chosen ranks.
+pub fn plan(arguments: &super::Arguments, step: &Step, searches: &Searches) -> anyhow::Result<Fit> {
     let curve_arguments = &arguments.curve;
-    let mut planned = Vec::new();
-    for &rank in &step.ranks {
-        match plan_rank(step, rank) {
-            Err(error @ TrainError::Compile(CompileError::OverBudget { budget, smallest })) => {
-                tell(format_args!("gapless plan: {error}"));
-                return tell_why(step, rank, budget, smallest);
+    let (mut planned, mut arenas, mut too_large) = (Vec::new(), Vec::new(), None);
+    // The data and expert ranks of a stage have the same plan, so each stage is planned once.
+    for stage in 0..step.options.mesh.pipeline {
+        match plan_rank(step, stage) {
+            Err(error @ TrainError::Compile(CompileError::OverBudget { smallest, .. })) => {
+                arenas.push(smallest);
+                if too_large.as_ref().is_none_or(|(_, largest, _)| *largest < smallest) {
+                    too_large = Some((stage, smallest, error));
+                }
             }
             Err(error) => return Err(error.into()),
             #[cfg_attr(not(feature = "cuda"), expect(unused_mut, reason = "only a roofline is added"))]
             Ok((mut figures, executable)) => {
-                #[cfg(feature = "cuda")]
-                if arguments.roofline {
-                    let roofline = step
-                        .roofline(&executable)
-                        .context("--roofline needs kernels for GPUs: give --device cuda, and bf16 with masters")?;
-                    figures.roofline = Some(roofline);
+                if step.ranks.contains(&stage) {
+                    #[cfg(feature = "cuda")]
+                    if arguments.roofline {
+                        let roofline = step
+                            .roofline(&executable)
+                            .context("--roofline needs kernels for GPUs: give --device cuda, and bf16 with masters")?;
+                        figures.roofline = Some(roofline);
+                    }
+                    write(arguments, step, stage, &executable)?;
                 }
-                write(arguments, step, rank, &executable)?;
+                arenas.push(figures.arena_bytes);
                 planned.push(figures);
             }
         }
     }
-    let ranks = of_all_ranks(step, &planned)?;
+    let mesh = step.options.mesh;
+    let fits = step.limit().map(|limit| Fits::new(mesh, &arenas, limit));
+    if let Some((stage, smallest, error)) = too_large {
+        match arguments.json {
+            true => print(|out| writeln!(out, "{:#}", serde_json::json!({ "fits": fits })))?,
+            false => print(|out| answer(out, searches, fits.as_ref()))?,
+        }
+        tell(format_args!("gapless plan: {error}"));
+        return tell_why(step, stage, step.options.memory.budget.unwrap_or(0), smallest);
+    }
+    let ranks = (0..mesh.ranks()?).map(|rank| RankMemory::of(&planned[mesh.coordinate(rank).pipeline])).collect();
+    planned.retain(|planned| step.ranks.contains(&planned.rank));
     let [first, ..] = &mut planned[..] else { bail!("no rank is chosen; give --rank 0 or --rank all") };
     first.ranks = ranks;
+    first.fits = fits.clone();
+    first.meshes = searches.meshes.clone();
+    first.largest_batch = searches.largest.clone();
     if let Some(points) = curve_arguments.curve {
         first.curve = Some(curve(step, first.rank, points.into())?);
     }
@@ -164,21 +196,57 @@ pub fn plan(arguments: &super::Arguments, step: &Step) -> anyhow::Result<Fit> {
         let json = to_json(&planned)?;
         print(|out| writeln!(out, "{json}"))?;
     } else {
-        print(|out| planned.iter().try_for_each(|planned| report(out, step, planned)))?;
+        print(|out| {
+            answer(out, searches, fits.as_ref())?;
+            planned.iter().try_for_each(|planned| report(out, step, planned))
+        })?;
     }
-    Ok(Fit::Fits)
+    match fits {
+        Some(fits) if !fits.fits => tell_remedies(step, &fits),
+        _ => Ok(Fit::Fits),
+    }
 }
 
-/// Plans the arenas of all ranks of the mesh. Each stage is planned once, because the data and expert ranks of a stage
-/// have the same plan.
-fn of_all_ranks(step: &Step, planned: &[Planned]) -> Result<Vec<RankMemory>, TrainError> {
-    let mesh = step.options.mesh;
-    let of_stage = |stage: usize| match planned.iter().find(|plan| plan.rank == stage) {
-        Some(known) => Ok(RankMemory::of(known)),
-        None => plan_rank(step, stage).map(|(planned, _)| RankMemory::of(&planned)),
-    };
-    let stages = (0..mesh.pipeline).map(of_stage).collect::<Result<Vec<RankMemory>, _>>()?;
-    Ok((0..mesh.ranks()?).map(|rank| stages[mesh.coordinate(rank).pipeline].clone()).collect())
+/// Prints the answers to the questions that were asked, before all figures.
+fn answer(out: &mut dyn Write, searches: &Searches, fits: Option<&Fits>) -> io::Result<()> {
+    if let Some(meshes) = &searches.meshes {
+        writeln!(out, "{meshes}")?;
+    }
+    if let Some(largest) = &searches.largest {
+        writeln!(out, "{largest}")?;
+    }
+    match fits {
+        Some(fits) => writeln!(out, "{fits}\n"),
+        None => Ok(()),
+    }
+}
+
+/// Prints what would make a step fit into its device: a recomputation, if one is found, and the settings that lower its
+/// memory.
+fn tell_remedies(step: &Step, fits: &Fits) -> anyhow::Result<Fit> {
+    let MemoryOptions { recompute, budget, .. } = &step.options.memory;
+    let mut remedies: Vec<String> = step.options.remedies().into_iter().map(str::to_owned).collect();
+    if *recompute == Recompute::None && budget.is_none() {
+        let Limit { bytes, .. } = fits.limit;
+        // Rounded down to 10 MiB, so that the budget can be typed.
+        let budget = bytes / (10 << 20) * (10 << 20);
+        let stage = step.options.mesh.coordinate(fits.rank).pipeline;
+        match plan_rank(&step.within(Some(budget)), stage) {
+            Ok((planned, _)) => tell(format_args!(
+                "with recomputation it fits: --budget {}MiB takes {:.1} % more time",
+                budget >> 20,
+                100.0 * planned.overhead
+            )),
+            Err(TrainError::Compile(CompileError::OverBudget { smallest, .. })) => {
+                tell(format_args!("with all recomputation it would still need {}", Bytes(smallest)));
+            }
+            Err(error) => return Err(error.into()),
+        }
+    } else {
+        remedies.insert(0, "more recomputation (memory.budget)".to_owned());
+    }
+    tell(format_args!("what helps: {}", remedies.join("; ")));
+    Ok(Fit::Unknown)
 }
 
 /// Writes the rank's table and picture, if the arguments ask for them.
@@ -222,7 +290,8 @@ fn report(out: &mut dyn Write, configured: &Step, step: &Planned) -> io::Result<
     let precision = format!("{:?}", configured.precision()).to_lowercase();
     write!(
         out,
-        "{batch} sequences of {sequence} tokens in {micro_batches} micro-batches, {precision}, {} kernels",
+        "{batch} sequences of {sequence} tokens in {micro_batches} micro-batch{}, {precision}, {} kernels",
+        if *micro_batches == 1 { "" } else { "es" },
         configured.kernels()
     )?;
     writeln!(out, "{}\n", if ranks > 1 { format!(", {ranks} ranks, schedule {schedule}") } else { String::new() })?;

@@ -1,0 +1,222 @@
+//! Runs the commands of README.md and of the pages in docs, as they are written there.
+//!
+//! Each page has its own folder, which contains the files that its commands name. The commands of a page run one after
+//! another in a shell. Only the run files that `gapless init` has printed are changed, after they were read: to two
+//! steps of a small model.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use toml::{Table, Value};
+
+use crate::folders::{byte_tokenizer, copy};
+
+/// Commands that do not run here: a beginning of the command, and the reason.
+const LEFT_OUT: [(&str, &str); 13] = [
+    ("cargo run --release --example", "builds and trains an example in release mode"),
+    ("cargo test", "runs these tests"),
+    ("cargo bench", "measures times"),
+    ("GAPLESS_EXPLORE=", "explores generated cases for a long time"),
+    ("GAPLESS_SEED=", "runs these tests"),
+    ("GAPLESS_DOUBLE_JUDGES=", "runs tests of GPU kernels"),
+    ("GAPLESS_BINARIES=", "needs a GPU"),
+    (".ci/", "runs all checks"),
+    ("benches/gpu/", "needs a GPU"),
+    ("python3 ", "needs PyTorch"),
+    ("hf ", "needs the network"),
+    ("gapless report runs/run --watch", "serves until Ctrl-C; tests/commands/report.rs starts a server"),
+    ("gapless train run.toml --set data.path=Cargo.lock", "reads the sources of all dependencies"),
+];
+
+/// A folder with the files that the commands of a page name.
+struct Place {
+    folder: tempfile::TempDir,
+}
+
+impl Place {
+    fn new() -> Self {
+        let place = Self { folder: tempfile::tempdir().unwrap() };
+        let repository = Path::new(env!("CARGO_MANIFEST_DIR"));
+        let evidence = repository.join("tests/evidence/hf/lora/llama_qv");
+        let text = "To be or not to be, that is the question.\n\nWhether it is nobler in the mind to suffer.\n\n";
+        for name in ["text/a.txt", "text/b.md", "notes/one.txt", "book.txt", "TEXT"] {
+            place.write(name, &text.repeat(60));
+        }
+        for name in ["SmolLM-135M", "SmolLM-135M-Instruct", "FOLDER", "base"] {
+            copy(&evidence.join("base"), &place.path(name));
+            place.write(&format!("{name}/tokenizer.json"), &byte_tokenizer().to_string());
+            place.write(
+                &format!("{name}/chat_template.jinja"),
+                "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}\
+                 {% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}",
+            );
+        }
+        for name in ["my-adapter", "ADAPTER"] {
+            copy(&evidence.join("adapter"), &place.path(name));
+        }
+        let message = |role: &str, text: &str| format!(r#"{{"role": "{role}", "content": "{text}"}}"#);
+        let line = format!(r#"{{"messages": [{}, {}]}}"#, message("user", "2 + 2?"), message("assistant", "4"));
+        place.write("conversations.jsonl", &format!("{line}\n").repeat(40));
+        place.write("FILE.csv", "id,lower,upper,size\na,0,4,1024\nb,0,2,512\nc,2,4,512\n");
+        place.write(
+            "specs/llama-7b.toml",
+            "model = \"gpt:vocabulary=64,layers=4,heads=2,width=32\"\nstep = { batch = 4, sequence = 16 }\n\
+             mesh.pipeline = 2\n[vary]\nmicro_batches = [2, 4]\nschedule = [\"1f1b\", \"gpipe\"]\n",
+        );
+        fs::create_dir(place.path("bin")).unwrap();
+        let program = env!("CARGO_BIN_EXE_gapless");
+        place.program("gapless", &format!("exec '{program}' \"$@\""));
+        let of_cargo = "cargo run --release --bin gapless --";
+        place.program(
+            "cargo",
+            &format!(
+                "case \"cargo $*\" in '{of_cargo} '*) shift 5; exec '{program}' \"$@\";; esac\necho \"cargo $*\" >&2; exit 99"
+            ),
+        );
+        place
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    fn write(&self, name: &str, text: &str) {
+        let path = self.path(name);
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(path, text).unwrap();
+    }
+
+    /// Writes a shell script that commands find by its name.
+    fn program(&self, name: &str, script: &str) {
+        self.write(&format!("bin/{name}"), &format!("#!/bin/sh\n{script}\n"));
+        #[cfg(unix)]
+        {
+            use std::os::unix::fs::PermissionsExt;
+            fs::set_permissions(self.path(&format!("bin/{name}")), fs::Permissions::from_mode(0o755)).unwrap();
+        }
+    }
+
+    /// Runs a command line as a user types it. It must succeed.
+    fn run(&self, page: &str, line: &str) {
+        let path = format!("{}:{}", self.path("bin").display(), std::env::var("PATH").unwrap_or_default());
+        let mut shell = Command::new("sh");
+        shell.args(["-c", line]).current_dir(self.folder.path()).env("PATH", path).stdin(Stdio::null());
+        let output = shell.output().unwrap();
+        let told = String::from_utf8_lossy(&output.stderr).into_owned() + &String::from_utf8_lossy(&output.stdout);
+        assert!(output.status.success(), "{page}: {line}\n{told}");
+        if let Some((command, file)) = line.split_once(" > ")
+            && command.contains(" init ")
+            && let Some(file) = file.split_whitespace().next().filter(|file| file.ends_with(".toml"))
+        {
+            self.make_small(file);
+        }
+    }
+
+    /// Reduces a printed run file to two steps of a small model.
+    fn make_small(&self, file: &str) {
+        let mut run: Table = toml::from_str(&fs::read_to_string(self.path(file)).unwrap()).unwrap();
+        let table = |value: &str| -> Value { Value::Table(toml::from_str(value).unwrap()) };
+        run.insert("steps".into(), 2.into());
+        run.insert("threads".into(), 1.into());
+        run.insert("evaluation".into(), table("every = 0\nwindows = 1"));
+        run.insert("checkpoints".into(), table("every = 0"));
+        let mut set = |path: [&str; 2], value: Value| {
+            if let Some(Value::Table(inner)) = run.get_mut(path[0]).filter(|inner| inner.get(path[1]).is_some()) {
+                inner.insert(path[1].to_owned(), value);
+            }
+        };
+        set(["model", "gpt"], table("layers = 1\nheads = 1\nwidth = 8"));
+        set(["data", "vocabulary"], 256.into());
+        set(["step", "batch"], 2.into());
+        set(["step", "micro_batches"], 1.into());
+        set(["step", "sequence"], 32.into());
+        set(["sample", "tokens"], 4.into());
+        fs::write(self.path(file), run.to_string()).unwrap();
+    }
+}
+
+fn text_of(page: &str) -> String {
+    fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(page)).unwrap()
+}
+
+/// Returns the command lines of a page: those of its `sh` blocks, and of README also those in the text. A line that ends
+/// with a backslash continues on the next.
+fn commands(page: &str) -> Vec<String> {
+    let text = text_of(page);
+    let blocks = text.split("\n```").skip(1).step_by(2).filter_map(|block| block.strip_prefix("sh\n"));
+    let lines = blocks.flat_map(|block| {
+        let joined = block.replace("\\\n", " ");
+        joined.lines().map(|line| line.trim().to_owned()).collect::<Vec<_>>()
+    });
+    let mut all: Vec<String> = lines.filter(|line| !line.is_empty() && !line.starts_with('#')).collect();
+    if page == "README.md" {
+        let prose = text.split("\n```").step_by(2);
+        let spans = prose.flat_map(|prose| prose.split('`').skip(1).step_by(2));
+        all.extend(spans.filter(|span| span.starts_with("gapless ") && span.contains(" --")).map(str::to_owned));
+    }
+    all
+}
+
+/// Returns the reason why a command does not run here, or `None` if it does.
+fn reason_to_leave_out(line: &str) -> Option<&'static str> {
+    LEFT_OUT.iter().find(|(start, _)| line.starts_with(start)).map(|(_, reason)| *reason)
+}
+
+fn run_page(page: &str) {
+    let lines: Vec<String> = commands(page).into_iter().filter(|line| reason_to_leave_out(line).is_none()).collect();
+    assert!(!lines.is_empty(), "{page} has no commands that run here; take it out of PAGES");
+    let place = Place::new();
+    if !lines.iter().any(|line| line.contains(" train run.toml")) && lines.iter().any(|line| line.contains("runs/run"))
+    {
+        place.run(page, "gapless init small-gpt > run.toml");
+        place.run(page, "gapless train run.toml");
+    }
+    lines.iter().for_each(|line| place.run(page, line));
+}
+
+macro_rules! pages {
+    ($($name:ident = $page:literal),* $(,)?) => {
+        /// Pages with commands that run here.
+        const PAGES: &[&str] = &[$($page),*];
+        $(#[cfg(unix)]
+        #[test]
+        fn $name() {
+            run_page($page);
+        })*
+    };
+}
+
+pages! {
+    readme = "README.md",
+    fine_tuning = "docs/fine_tuning.md",
+    generation = "docs/generation.md",
+    gpu = "docs/gpu.md",
+    hugging_face = "docs/hugging_face.md",
+    optimizers = "docs/optimizers.md",
+    recompute = "docs/recompute.md",
+    runs = "docs/runs.md",
+    tour = "docs/tour.md",
+    weights_and_data = "docs/weights_and_data.md",
+}
+
+/// Every page with commands is run, and every reason is needed.
+#[test]
+fn no_command_is_forgotten() {
+    let docs = fs::read_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join("docs")).unwrap();
+    let names =
+        docs.map(|entry| entry.unwrap().file_name().into_string().unwrap()).filter(|name| name.ends_with(".md"));
+    let pages = names.map(|name| format!("docs/{name}")).chain(["README.md", "CONTRIBUTING.md"].map(str::to_owned));
+    let mut all = Vec::new();
+    for page in pages {
+        let lines = commands(&page);
+        if !PAGES.contains(&page.as_str()) {
+            let forgotten = lines.iter().find(|line| reason_to_leave_out(line).is_none());
+            assert_eq!(forgotten, None, "{page} has commands; add it to PAGES");
+        }
+        all.extend(lines);
+    }
+    for (start, reason) in LEFT_OUT {
+        assert!(all.iter().any(|line| line.starts_with(start)), "no command begins with {start:?} ({reason})");
+    }
+}
