@@ -133,14 +133,16 @@ impl<'a> Rules<'a> {
             vec![out]
         } else if let Some(&Widen { dim, start, extent }) = op.downcast_ref() {
             let mut out = x.clone();
-            out.dims[dim] = match out.dims[dim].table() {
-                Some(table) => {
-                    let mut wide = vec![Span::NONE; extent];
-                    wide[start..start + table.len()].copy_from_slice(table);
-                    Along::Tokens(wide.into())
+            let mut wide = vec![Span::NONE; extent];
+            match x.dims[dim].table() {
+                Some(table) => wide[start..start + table.len()].copy_from_slice(table),
+                None if x.token_dims().next().is_none() => {
+                    wide[start..start + dims[dim]].fill(std::mem::replace(&mut out.all, Span::NONE));
                 }
-                None => Along::free(extent),
-            };
+                None => {}
+            }
+            let is_fixed = wide.iter().all(|span| span.is_none());
+            out.dims[dim] = if is_fixed { Along::free(extent) } else { Along::Tokens(wide.into()) };
             out.is_guess |= out.seen.take().is_some();
             vec![out]
         } else if let Some(&Cat { dim }) = op.downcast_ref() {
@@ -213,7 +215,9 @@ impl<'a> Rules<'a> {
                 *along = along.join(place);
             }
             vec![out]
-        } else if op.is::<GroupedLinear>() || op.is::<RoutedSwiGlu>() || op.is::<Collective>() {
+        } else if (op.is::<GroupedLinear>() || op.is::<RoutedSwiGlu>() || op.is::<Collective>())
+            && inputs.iter().all(|input| !input.depends() || input.routed.is_some())
+        {
             let mut rows = Flow::fixed(to);
             inputs.iter().filter(|input| input.routed.is_some()).for_each(|input| rows.absorb(input));
             vec![rows]
@@ -251,16 +255,19 @@ impl<'a> Rules<'a> {
     /// Concatenation along a dimension.
     fn joined(&self, node: &Node, inputs: &[Flow], dim: usize) -> Flow {
         let mut out = Flow::new(inputs[0].dims.clone());
-        let mut table = Vec::new();
+        let mut table: Vec<Span> = Vec::new();
+        // The tokens of parts without an index by tokens become those of the parts' indices.
+        let are_slices = inputs.iter().all(|input| input.token_dims().next().is_none());
         for (input, &id) in inputs.iter().zip(&node.inputs) {
-            out.absorb(input);
+            let of_part = if are_slices { input.all } else { Span::NONE };
+            out.absorb(&Flow { all: if are_slices { Span::NONE } else { input.all }, ..input.clone() });
             out.is_guess |= input.seen.is_some();
             for (along, other) in out.dims.iter_mut().zip(&input.dims) {
                 *along = along.join(other);
             }
             match input.dims[dim].table() {
                 Some(part) => table.extend_from_slice(part),
-                None => table.resize(table.len() + self.dims(id)[dim], Span::NONE),
+                None => table.resize(table.len() + self.dims(id)[dim], of_part),
             }
         }
         let is_fixed = table.iter().all(|span| span.is_none());
@@ -310,27 +317,29 @@ impl<'a> Rules<'a> {
             return;
         }
         let &[rows, keys] = &out.token_dims().collect::<Vec<usize>>()[..] else { return };
-        let Some(at) = inputs.iter().position(|input| !input.depends()) else { return };
-        // The operand that decides, the numbers of it that keep a score, and whether other scores become zeros.
-        let number = |index: usize| self.graph.number(node.inputs[index]);
-        let (mask, keeps, is_zero): (_, fn(f64) -> bool, _) = match kind {
-            Some(BinaryKind::Add) => (at, |x| x > HIDDEN, false),
-            Some(BinaryKind::Sub) if at == 1 => (at, |x| x < -HIDDEN, false),
-            Some(BinaryKind::Mul) => (at, |x| x != 0.0, true),
-            None if op.is::<Where>() && at == 0 => match (number(1), number(2)) {
-                (Some(x), None) if x == 0.0 || x <= HIDDEN => (0, |x| x == 0.0, x == 0.0),
-                (None, Some(x)) if x == 0.0 || x <= HIDDEN => (0, |x| x != 0.0, x == 0.0),
-                _ => return,
-            },
-            _ => return,
+        // An operand other than the scores that differs by row and by key may be a mask.
+        let is_mask = |flow: &Flow| {
+            let differs = |dim: usize| !matches!(flow.dims.get(dim), None | Some(Along::Same));
+            flow.token_dims().count() < 2 && differs(rows) && differs(keys)
         };
-        let id = node.inputs[mask];
-        let strides = self.graph.value(id).layout.stride();
-        if strides[rows] == 0 && strides[keys] == 0 {
-            return;
-        }
-        match self.nonzero(id, rows, keys, keeps) {
-            Some(spans) => out.seen = Some(Seen { rows, keys, spans, is_zero }),
+        let Some(at) = inputs.iter().position(is_mask) else { return };
+        // The numbers of the mask that keep a score, and whether other scores become zeros.
+        let number = |index: usize| self.graph.number(node.inputs[index]);
+        let meaning: Option<(fn(f64) -> bool, bool)> = match kind {
+            Some(BinaryKind::Add) => Some((|x| x > HIDDEN, false)),
+            Some(BinaryKind::Sub) if at == 1 => Some((|x| x < -HIDDEN, false)),
+            Some(BinaryKind::Mul) => Some((|x| x != 0.0, true)),
+            None if op.is::<Where>() && at == 0 => match (number(1), number(2)) {
+                (Some(x), None) if x == 0.0 || x <= HIDDEN => Some((|x| x == 0.0, x == 0.0)),
+                (None, Some(x)) if x == 0.0 || x <= HIDDEN => Some((|x| x != 0.0, x == 0.0)),
+                _ => None,
+            },
+            _ => None,
+        };
+        let is_only = inputs.iter().filter(|input| is_mask(input)).count() == 1;
+        let decided = meaning.filter(|_| is_only && !inputs[at].depends());
+        match decided.and_then(|(keeps, is_zero)| Some((self.nonzero(node.inputs[at], rows, keys, keeps)?, is_zero))) {
+            Some((spans, is_zero)) => out.seen = Some(Seen { rows, keys, spans, is_zero }),
             None => out.is_guess = true,
         }
     }

@@ -112,6 +112,16 @@ fn attention() {
         merged(&heads(x)?.masked_attention(&heads(x)?, &heads(x)?, &lower(TOKENS, x)?, 0.5)?)
     });
     check(Some("softmax_last_dim"), Some("matmul"), |x, _| attend(scores(x)?.masked_fill(&lower(TOKENS, x)?, low)?, x));
+    // A mask that depends on the tokens, besides the causal one, or in its place.
+    check(None, Some("matmul"), |x, _| {
+        let padding = x.sum_keepdim(2)?.transpose(1, 2)?.unsqueeze(0)?;
+        let scores = scores(x)?.masked_fill(&lower(TOKENS, x)?.eq(0u8)?, low)?;
+        attend(scores.broadcast_add(&padding)?, x)
+    });
+    check(Some("softmax_last_dim ?"), Some("matmul"), |x, _| {
+        let padding = x.sum_keepdim(2)?.transpose(1, 2)?.unsqueeze(0)?;
+        attend(scores(x)?.broadcast_add(&padding.broadcast_mul(&lower(TOKENS, x)?.to_dtype(DType::F32)?)?)?, x)
+    });
     // A mask that only the parameters know.
     check(Some("softmax_last_dim ?"), Some("matmul"), |x, vb| {
         attend(scores(x)?.broadcast_add(&vb.get((TOKENS, TOKENS), "mask")?)?, x)
@@ -130,6 +140,19 @@ fn operations_along_the_tokens() {
     check(None, Some("widen"), convolution(2));
     check(Some("narrow"), Some("widen"), convolution(1));
     check(None, Some("linear"), |x, _| x.cumsum(1));
+    // A recurrence over the tokens.
+    check(None, Some("narrow"), |x, vb| {
+        let layer = linear(4, 4, vb.pp("recurrence"))?;
+        let mut states: Vec<Tensor> = Vec::new();
+        for token in 0..TOKENS {
+            let x = x.narrow(1, token, 1)?;
+            states.push(match states.last() {
+                Some(state) => layer.forward(&(x + state)?)?.tanh()?,
+                None => x,
+            });
+        }
+        Tensor::cat(&states, 1)
+    });
     check(Some("sum"), Some("sum"), |x, _| x.broadcast_sub(&x.mean_keepdim(1)?));
     check(Some("softmax_last_dim"), Some("softmax_last_dim"), |x, _| x.t()?.softmax_last_dim()?.t());
     check(Some("narrow"), Some("narrow"), |x, _| x.roll(1, 1));
