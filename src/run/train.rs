@@ -49,7 +49,9 @@ const MAY_CHANGE: &[&str] = &[
     "pipeline",
     "memory",
     "guard",
-    "evaluation",
+    "evaluation.every",
+    "evaluation.windows",
+    "evaluation.patience",
     "checkpoints",
     "sample",
     "data.cache",
@@ -254,7 +256,13 @@ impl<'a> RunInProgress<'a> {
     ) -> Result<Self, RunError> {
         let (sequence, batch) = (config.step.sequence, config.step.batch);
         let training = dataset.training(sequence, batch, config.seed)?;
-        let validation = validation_windows(&dataset, sequence, config.evaluation.windows)?;
+        let validation = match &config.evaluation.path {
+            Some(path) => {
+                let count = Some(config.evaluation.windows).filter(|&count| count > 0).unwrap_or(usize::MAX);
+                config.held_out(path, dataset.vocabulary())?.validation(sequence, count)?
+            }
+            None => validation_windows(&dataset, sequence, config.evaluation.windows)?,
+        };
         if !config.sample.prompt.is_empty() {
             dataset.vocabulary().encode(&config.sample.prompt)?;
         }

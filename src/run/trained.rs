@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use gapless_engine::checkpoint::Checkpoint;
-use gapless_engine::data::Vocabulary;
+use gapless_engine::data::{Dataset, Format, TokenWidth, Vocabulary};
 use gapless_engine::{DeviceChoice, Generation, StepOptions, TrainOptions, Trainer};
 use gapless_models::hf::{Config, Folder};
 
@@ -94,6 +94,18 @@ impl TrainedRun {
             true => trainer.load_average(&self.checkpoint)?,
         }
         Ok(trainer)
+    }
+
+    /// Opens data to measure the model on, as the run reads its own data, but in the given format and with ids of the
+    /// given width. All of it is for validation.
+    ///
+    /// # Errors
+    /// Returns the errors of [`RunConfig::held_out`].
+    pub fn held_out(&self, path: &Path, format: Format, width: Option<TokenWidth>) -> Result<Dataset, RunError> {
+        let mut config = self.config.clone();
+        config.data.format = format;
+        config.data.token_width = width.or(config.data.token_width);
+        config.held_out(path, &self.vocabulary)
     }
 
     /// Returns the maximum number of tokens that the model can read, or `None` if there is no maximum.
