@@ -36,6 +36,7 @@ mod folder;
 mod guard;
 mod measure;
 mod plan;
+mod preflight;
 mod report;
 mod routing;
 mod saved;

@@ -19,6 +19,7 @@ use serde_json::{Value, json};
 
 use super::config::text_of;
 use super::folder::{free_name, write};
+use super::preflight::preflight;
 use super::routing::StepRow;
 use super::{
     ConfigError, Console, Ended, Event, ModelConfig, RunConfig, RunError, RunFolder, SampleConfig, Stop, Summary,
@@ -168,6 +169,7 @@ impl<'a> Rank<'a> {
             (None, Some(checkpoint)) => say_changes(checkpoint, "config", &json!(config), console),
             (None, None) => {}
         }
+        preflight(&mut *world, config, &folder, start)?;
         let dataset = if is_first { Some(config.dataset()?) } else { None };
         world.barrier()?;
         let dataset = dataset.map_or_else(|| config.dataset(), Ok)?;

@@ -38,7 +38,7 @@ pub struct Arguments {
     /// The contents of a line of a .jsonl or .parquet file: text, prompt or chat. The default is data.format of the run, or text.
     #[arg(long, value_parser = format)]
     format: Option<Format>,
-    /// Tokens per window. The default is step.sequence of the run; for a folder, the model's maximum, and at most 1024.
+    /// Tokens per window. The default is step.sequence of the run; for a folder, as many as the model was trained on, and at most 1024.
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
     sequence: Option<u32>,
     /// Windows per batch.
@@ -155,7 +155,9 @@ impl ModelSource {
     fn default_sequence(&self) -> usize {
         match self {
             Self::Run(run) => run.config.step.sequence,
-            Self::Folder(_) => FOLDER_SEQUENCE,
+            Self::Folder(opened) => {
+                opened.folder.config().trained_positions().unwrap_or(usize::MAX).min(FOLDER_SEQUENCE)
+            }
         }
     }
 
