@@ -76,7 +76,10 @@ impl Along {
     pub fn join(&self, other: &Self) -> Self {
         match (self, other) {
             (Self::Tokens(a), Self::Tokens(b)) if !Rc::ptr_eq(a, b) && a != b && a.len() == b.len() => {
-                Self::Tokens(a.iter().zip(&**b).map(|(a, b)| a.join(*b)).collect())
+                let joined: Vec<Span> = a.iter().zip(&**b).map(|(a, b)| a.join(*b)).collect();
+                // Layers usually add nothing new. Then the table is shared, because sequences may be long.
+                let known = [a, b].into_iter().find(|table| table[..] == joined);
+                Self::Tokens(known.cloned().unwrap_or_else(|| joined.into()))
             }
             (Self::Tokens(_), _) => self.clone(),
             (_, Self::Tokens(_)) | (Self::Same, _) => other.clone(),

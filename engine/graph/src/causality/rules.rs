@@ -108,14 +108,10 @@ impl<'a> Rules<'a> {
         let inputs: Vec<Flow> = node.inputs.iter().map(|input| self.flows[input].clone()).collect();
         let (x, dims, to) = (&inputs[0], self.dims(node.inputs[0]), self.dims(node.outputs[0]));
         if let Some(&Transpose { dim1, dim2 }) = op.downcast_ref() {
-            let swapped = |dim: usize| {
-                if dim == dim1 {
-                    dim2
-                } else if dim == dim2 {
-                    dim1
-                } else {
-                    dim
-                }
+            let swapped = |dim: usize| match dim {
+                _ if dim == dim1 => dim2,
+                _ if dim == dim2 => dim1,
+                _ => dim,
             };
             let mut out = x.clone();
             out.dims.swap(dim1, dim2);
@@ -278,7 +274,8 @@ impl<'a> Rules<'a> {
     fn elementwise(&mut self, id: NodeId, node: &Node, inputs: &[Flow]) -> Flow {
         let dims = self.dims(node.outputs[0]);
         let mut out = Flow::new(vec![Along::Same; dims.len()]);
-        for (input, &value) in inputs.iter().zip(&node.inputs) {
+        for (index, &value) in node.inputs.iter().enumerate() {
+            let input = &self.selected(node, inputs, index);
             out.absorb(input);
             if self.dims(value) == dims {
                 out.dims.iter_mut().zip(&input.dims).for_each(|(along, other)| *along = along.join(other));
@@ -293,6 +290,35 @@ impl<'a> Rules<'a> {
         }
         self.mask(node, inputs, &mut out);
         out
+    }
+
+    /// Returns an input of an elementwise operation without the tokens of indices whose elements the operation ignores:
+    /// those that a known condition does not choose, and those that are multiplied by zeros.
+    fn selected(&mut self, node: &Node, inputs: &[Flow], index: usize) -> Flow {
+        let op = node.op.as_ref() as &dyn Any;
+        let mut input = inputs[index].clone();
+        let is_product = op.downcast_ref().is_some_and(|binary: &Binary| binary.kind == BinaryKind::Mul);
+        let (mask, keeps): (usize, fn(f64) -> bool) = match index {
+            1 if op.is::<Where>() => (0, |x| x != 0.0),
+            2 if op.is::<Where>() => (0, |x| x == 0.0),
+            _ if is_product => (1 - index, |x| x != 0.0),
+            _ => return input,
+        };
+        for dim in input.token_dims().collect::<Vec<usize>>() {
+            if matches!(inputs[mask].dims.get(dim), None | Some(Along::Same)) {
+                continue;
+            }
+            let known = if inputs[mask].depends() { None } else { self.nonzero(node.inputs[mask], dim, dim, keeps) };
+            match (known, input.dims[dim].table()) {
+                (Some(kept), Some(table)) => {
+                    let left =
+                        table.iter().zip(&*kept).map(|(span, kept)| if kept.is_none() { Span::NONE } else { *span });
+                    input.dims[dim] = Along::Tokens(left.collect());
+                }
+                _ => input.is_guess |= op.is::<Where>(),
+            }
+        }
+        input
     }
 
     /// Sets which scores an elementwise operation excludes, if `out` are scores with rows and keys.
@@ -470,7 +496,8 @@ impl<'a> Rules<'a> {
     }
 
     /// Returns, for each index of dimension `rows` of a constant, the range of the indices of dimension `columns` at
-    /// which an element satisfies `keeps`. Returns `None` if the elements are not known.
+    /// which an element satisfies `keeps`. If both are the same dimension, the range is 0 if any element does. Returns
+    /// `None` if the elements are not known.
     fn nonzero(&mut self, id: ValueId, rows: usize, columns: usize, keeps: fn(f64) -> bool) -> Option<Rc<[Span]>> {
         let value = self.graph.value(id);
         let root = self.stored(value.root)?;

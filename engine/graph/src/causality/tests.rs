@@ -157,6 +157,16 @@ fn operations_along_the_tokens() {
     check(Some("softmax_last_dim"), Some("softmax_last_dim"), |x, _| x.t()?.softmax_last_dim()?.t());
     check(Some("narrow"), Some("narrow"), |x, _| x.roll(1, 1));
     check(None, Some("narrow"), |x, _| x.narrow(1, 0, TOKENS - 1)?.pad_with_zeros(1, 1, 0));
+    // Zeros in the place of the token that a cyclic shift moves to the front.
+    check(None, Some("narrow"), |x, _| {
+        let first: Vec<u8> = (0..TOKENS).map(|token| u8::from(token == 0)).collect();
+        let first = Tensor::new(&first[..], x.device())?.reshape((1, TOKENS, 1))?.broadcast_as(x.shape().clone())?;
+        x.roll(1, 1)?.masked_fill(&first, 0f32)
+    });
+    check(None, Some("narrow"), |x, _| {
+        let others: Vec<f32> = (0..TOKENS).map(|token| if token > 0 { 1.0 } else { 0.0 }).collect();
+        x.roll(1, 1)?.broadcast_mul(&Tensor::new(&others[..], x.device())?.reshape((1, TOKENS, 1))?)
+    });
     check(Some("narrow"), Some("narrow"), |x, _| x.narrow(1, 1, TOKENS - 1)?.pad_with_zeros(1, 0, 1));
     check(Some("embedding"), Some("embedding"), |x, _| {
         let reversed: Vec<u32> = (0..TOKENS as u32).rev().collect();
