@@ -215,7 +215,7 @@ fn one_rank_and_memory_stays_flat() {
 }
 
 /// Returns the bytes in private pages of this process, or `None` if the system does not report them. For smaps_rollup,
-/// the kernel counts the pages one by one. By contrast, the figures in /proc/self/status are off by some dozen pages
+/// the kernel counts the pages one by one. By contrast, the numbers in /proc/self/status are off by some dozen pages
 /// per core. Huge pages are excluded, because the kernel creates them from small pages, including untouched ones.
 fn own_pages() -> Option<u64> {
     let text = std::fs::read_to_string("/proc/self/smaps_rollup").ok()?;

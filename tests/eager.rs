@@ -60,9 +60,11 @@ fn step_of(entry: &Value) -> Option<(Step, Vec<String>, usize)> {
     Some((step.unwrap(), cuts, number("rank")))
 }
 
-/// Returns the row counts of all experts that get rows, layer by layer, in the order of the forwards. As in
-/// `recorded_moe` of `gapless-allocators`, an expert is recognized by the sizes of its gate, silu, up and product.
-/// The rows that a rank receives are recognized by the sizes of the rows, of their indices, and of the gathered rows.
+/// Returns one list per layer, in the order of the forwards: the row count of each expert that gets rows. The recording
+/// has only the sizes of buffers, so both counts are derived from patterns of sizes, as in `recorded_moe` of
+/// `gapless-allocators`. An expert's forward allocates four equal buffers (gate, silu, up, product) and then its
+/// result. The dispatch to a rank's experts allocates a buffer of rows, one of their indices, and one of the gathered
+/// rows.
 fn recorded_rows(entry: &Value) -> Vec<Vec<u64>> {
     let config = &entry["config"];
     if config.get("moe").is_none() {

@@ -34,13 +34,13 @@ const CARDS: [(&str, f64, f64, f64); 6] = [
     ("NVIDIA H200", 989.0, 67.0, 4800.0),
 ];
 
-/// Peak rates given by the user, for unknown devices or instead of NVIDIA's figures.
+/// Peak rates given by the user, for unknown devices or instead of the values of NVIDIA's data sheets.
 #[derive(Debug, Clone, Copy, Default, clap::Args)]
 pub struct PeakArguments {
-    /// TFLOP/s of the device; by default, NVIDIA's figure
+    /// TFLOP/s of the device; by default, the value of NVIDIA's data sheet
     #[arg(long, value_name = "NUMBER", value_parser = above_zero)]
     peak_tflops: Option<f64>,
-    /// GB/s of the device's memory, as reached by a copy; by default, NVIDIA's figure
+    /// GB/s of the device's memory, as measured for a copy; by default, the value of NVIDIA's data sheet
     #[arg(long, value_name = "NUMBER", value_parser = above_zero)]
     peak_gbs: Option<f64>,
 }

@@ -33,7 +33,7 @@ pub struct Arguments {
     peak: PeakArguments,
 }
 
-/// The figures of a group of instructions.
+/// The measurements of a group of instructions.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 struct Row {
     name: String,
@@ -134,7 +134,7 @@ impl Item {
     }
 }
 
-/// Returns the groups' figures, slowest group first.
+/// Returns the groups' measurements, slowest group first.
 fn rows(steps: &[Vec<Timed>], peak: Option<Peak>, items: impl Fn(&Timed) -> Vec<Item>) -> Vec<Row> {
     let mut groups: BTreeMap<String, Vec<Sum>> = BTreeMap::new();
     for (index, step) in steps.iter().enumerate() {

@@ -25,7 +25,7 @@ pub struct Arguments {
     #[arg(long, default_value_t = 0)]
     seed: u64,
     /// Maximum difference of a loss in f32, as a fraction of the CPU's loss. Both sides sum in f32, in different
-    /// orders, with errors of about 2⁻²⁴ each. A thousandth leaves room for the growth of these errors during
+    /// orders, with errors of about 2⁻²⁴ each. The default of a thousandth allows for the growth of these errors during
     /// training.
     #[arg(long, default_value_t = 1e-3)]
     tolerance_f32: f64,

@@ -79,7 +79,7 @@ pub struct Step {
     pub seed: u64,
 }
 
-/// Figures of a step's plan that need no device.
+/// Numbers of a step's plan that are known without a device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct Planned {
     pub arena_bytes: u64,

@@ -98,7 +98,7 @@ impl Options {
     }
 }
 
-/// Describes the rate of the machine's multiply-adds, so that figures of different machines can be compared.
+/// Describes the rate of the machine's multiply-adds, so that results of different machines can be compared.
 pub fn describe(peak: Peak) -> String {
     let gflops = |rate: f64| format!("{:.0} GFLOP/s", rate / 1e9);
     format!(

@@ -33,7 +33,7 @@ pub enum Side {
 }
 
 impl Side {
-    /// True if the side's products have bf16 factors.
+    /// True if the side's products have bf16 operands.
     pub fn is_bf16(self) -> bool {
         matches!(self, Self::GaplessBf16 | Self::PytorchAutocast)
     }

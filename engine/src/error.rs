@@ -22,9 +22,9 @@ pub enum TrainError {
     /// A program failed while it ran.
     #[error(transparent)]
     Runtime(gapless_runtime::Error),
-    #[error("{name:?} holds {expected} elements, not {given}")]
+    #[error("{name:?} takes {expected} elements, but {given} were given")]
     ElementCount { name: String, expected: usize, given: usize },
-    #[error("{name:?} has the shape {expected:?}, not {given:?}")]
+    #[error("{name:?} has the shape {expected:?}, but a value of shape {given:?} was given")]
     Shape { name: String, expected: Vec<usize>, given: Vec<usize> },
     #[error("non-finite loss {loss} at step {step}; the first non-finite value came out of {culprit}")]
     NonFinite { step: u64, loss: f32, culprit: String },

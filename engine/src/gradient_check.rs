@@ -32,8 +32,8 @@ pub struct GradientError {
     /// the function only supports f32.
     ///
     /// The allowed error of an element is one rounding (2⁻⁸ of the element) plus a fraction of the whole tensor's norm.
-    /// This fraction is 2⁻⁸ if the operation [rounds its factors](gapless_graph::Op::rounds_intermediates). Otherwise
-    /// the operation sums in f32, and the fraction is 1e-5.
+    /// This fraction is 2⁻⁸ if the operation [rounds operands of products](gapless_graph::Op::rounds_intermediates).
+    /// Otherwise the operation sums in f32, and the fraction is 1e-5.
     pub bf16: Option<f64>,
 }
 

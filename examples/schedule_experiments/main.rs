@@ -1,8 +1,8 @@
-//! Compares figures from papers about allocators with our results for the same steps. Each allocator is replayed on the
+//! Compares results of papers about allocators with our results for the same steps. Each allocator is replayed on the
 //! lifetimes of an eager framework. The planner of gapless is also measured on the lifetimes that gapless compiles.
 //!
 //! `cargo run --release --example schedule_experiments` runs some rows in half a minute; `--all` runs all of them. The
-//! papers' figures are in `papers.csv`, and the steps in `rows.toml`, next to this file.
+//! papers' results are in `papers.csv`, and the steps in `rows.toml`, next to this file.
 
 use anyhow::{Context, Result};
 use clap::Parser;
@@ -14,7 +14,7 @@ use gapless::step::Step;
 use serde::Deserialize;
 
 #[derive(Parser)]
-#[command(about = "Steps of papers: their figures and ours")]
+#[command(about = "Steps of papers: their results and ours")]
 struct Args {
     /// All rows; by default a quick selection
     #[arg(long)]
@@ -36,14 +36,14 @@ struct Rows {
 #[derive(Deserialize)]
 struct Row {
     name: String,
-    /// The part of the paper's figures that can be compared, and the reason why the rest cannot.
+    /// The results of the paper that can be compared, and the reason why the others cannot.
     comparable: String,
     #[serde(default)]
     quick: bool,
     run: RunConfig,
 }
 
-/// A paper's figure about an allocator.
+/// A paper's result about an allocator.
 struct Fact {
     paper: String,
     allocator: String,
@@ -112,7 +112,7 @@ fn outcome(entry: &Entry) -> Outcome {
     }
 }
 
-/// Returns the papers' figures about a row of `rows.toml`.
+/// Returns the papers' results about a row of `rows.toml`.
 fn facts(row: &str) -> Result<Vec<Fact>> {
     let mut lines = csv(include_str!("papers.csv"));
     lines.remove(0);

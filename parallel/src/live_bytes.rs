@@ -32,7 +32,8 @@ pub struct StageBytes {
     pub saved_until_input: u64,
     /// Bytes that F keeps for the backward and that W is the last to read. The input is not included.
     pub saved_until_weight: u64,
-    /// Bytes that I leaves for W. A whole backward consumes such values piece by piece, so it is assumed to leave none.
+    /// Bytes that I computes and that are kept until W. A backward that is not split consumes such values piece by
+    /// piece, so it is assumed to keep none.
     pub kept_by_input: u64,
 }
 

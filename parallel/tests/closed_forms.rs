@@ -163,8 +163,7 @@ fn bubbles_and_peaks_are_the_formulas() {
     assert!(wrong.is_empty(), "{} of {judged} differ:\n{}", wrong.len(), wrong.join("\n"));
 }
 
-/// The published figures for 8 ranks and 16 micro-batches: the bubble, and the largest peak in halves of a rank's
-/// share.
+/// The published values for 8 ranks and 16 micro-batches: the bubble, and the largest peak in halves of a rank's share.
 #[test]
 fn the_v_family_trades_memory_for_time() {
     let shape = Shape { ranks: 8, chunks: 2, micro_batches: 16 };

@@ -224,11 +224,11 @@ pub trait CostModel {
     /// Returns the nanoseconds of an operation; 0 for any other instruction.
     fn nanoseconds(&self, instr: &Instr, precision: Precision) -> u64;
 
-    /// Returns the nanoseconds until a message of `bytes` bytes has reached a neighbor.
+    /// Returns the nanoseconds until a message of `bytes` bytes has arrived at a neighbor.
     fn transfer(&self, bytes: u64) -> u64;
 
     /// Returns the nanoseconds of a collective for which a rank sends `bytes` bytes. If `can_hide` is true, as for
-    /// gradients and parameters, the part that computation hides is left out. It is false for the rows of experts,
+    /// gradients and parameters, the time that computation hides is subtracted. It is false for the rows of experts,
     /// because the next operation waits for these rows.
     fn collective(&self, bytes: f64, can_hide: bool) -> u64;
 }

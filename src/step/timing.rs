@@ -128,7 +128,7 @@ pub(super) struct ActionDurations {
     pub actions: HashMap<Action, u64>,
     pub transfers: HashMap<Action, u64>,
     pub updates: Vec<u64>,
-    /// For each action, the part of its time that is spent on recomputation.
+    /// For each action, the time that is spent on recomputation.
     pub recomputed: HashMap<Action, u64>,
     /// If the durations of only one micro-batch are known, this micro-batch. Its durations then apply to all
     /// micro-batches.
@@ -249,7 +249,7 @@ fn bytes(program: &Program, operands: &[Operand]) -> u64 {
     operands.iter().map(bytes_of).sum()
 }
 
-/// Returns the part of a collective's time that computation does not hide. Ring algorithms are assumed, as in NCCL's
+/// Returns the time of a collective that computation does not hide. Ring algorithms are assumed, as in NCCL's
 /// documentation.
 fn collective_nanoseconds(
     program: &Program,

@@ -31,7 +31,7 @@ pub(super) struct Evaluator<'a> {
 /// The reserved bytes of each allocator.
 type ReservedBytes = BTreeMap<Kind, u64>;
 
-/// The reasons why a configuration has no figures.
+/// The reasons why a configuration has no [`Figures`].
 enum Refused {
     OverBudget(String),
     Invalid(String),
@@ -265,8 +265,8 @@ fn plan(step: &Step, programs: &[Program], can_be_on_front: bool, figures: &mut 
     Ok(())
 }
 
-/// Computes the figures of a step that do not require a plan. `known` has the sketches so far, because configurations
-/// that differ only in their schedule may share a sketch.
+/// Computes the [`Figures`] of a step that do not require a plan. `known` has the sketches so far, because
+/// configurations that differ only in their schedule may share a sketch.
 fn sketch(
     configuration: &Configuration,
     step: &Step,

@@ -251,7 +251,7 @@ impl<F: FnMut(Progress) -> ControlFlow<()>> SweepInProgress<'_, F> {
     /// Writes a row and reports the progress.
     fn write(&mut self, row: Row) -> Result<(), End> {
         let line = self.store.append(&row)?;
-        // Parsed back from its line, so that the figures are exactly those that a later run reads from the file.
+        // Parsed back from its line, so that the values are exactly those that a later run reads from the file.
         let row = self.store.parse(&line)?;
         self.lines.insert(row.key.clone(), line);
         self.done += weight(&row);

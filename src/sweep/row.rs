@@ -7,7 +7,7 @@ use toml::Value;
 
 use super::Sweep;
 
-/// The outcome of a configuration, or the stage that it has reached.
+/// The outcome of a configuration, or the stage of evaluation that it is in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Status {
@@ -35,17 +35,17 @@ pub struct Row {
     pub key: String,
     /// The configuration's values of the keys that vary.
     pub configuration: BTreeMap<String, Value>,
-    /// The outcome, or the stage that the configuration has reached.
+    /// The outcome, or the stage of evaluation that the configuration is in.
     pub status: Status,
     /// The reason, if the step is invalid or over its budget.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub why: Option<String>,
-    /// The figures, if the step can be compiled.
+    /// The sizes and times of the step, if it can be compiled.
     #[serde(flatten)]
     pub figures: Option<Figures>,
 }
 
-/// The figures of a step that can be compiled.
+/// The sizes and times of a step that can be compiled.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Figures {
     /// Number of trained parameters, over all ranks.

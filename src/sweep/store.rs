@@ -1,8 +1,8 @@
 //! The file of a sweep's rows: one line per row, each written as a whole.
 //!
 //! In: rows, as they are computed. Out: the lines of earlier runs, by key. Two kinds of lines are dropped. One is an
-//! incomplete last line, which a killed process may leave. The other is a row that was edited, which the hash at the
-//! start of its line shows. While rows are being computed, the file is only appended to.
+//! incomplete last line, which a killed process may have written. The other is a row that does not match the hash at
+//! the start of its line, because it was edited. While rows are being computed, the file is only appended to.
 
 use std::collections::HashMap;
 use std::fs::{self, File, TryLockError};
@@ -62,7 +62,7 @@ fn failed(path: &Path) -> impl Fn(io::Error) -> StoreError + '_ {
     move |source| StoreError::File { path: path.to_owned(), source }
 }
 
-/// The rows that earlier runs have left.
+/// The rows of earlier runs.
 pub(super) struct StoredRows {
     pub by_key: HashMap<String, String>,
     /// Number of rows that were edited since they were written.
@@ -119,7 +119,7 @@ impl Store {
         Ok(line)
     }
 
-    /// Parses a line. The figures of the returned row are exactly those that any reader of the file gets.
+    /// Parses a line. The values of the returned row are exactly those that any reader of the file gets.
     pub fn parse(&self, line: &str) -> Result<Row, StoreError> {
         serde_json::from_str(line).map_err(|error| StoreError::Line {
             path: self.path.clone(),

@@ -123,7 +123,7 @@ fn mean(values: &[f64]) -> f64 {
 }
 
 /// Computes the best throughput at equally spaced budgets, up to the largest arena. Budgets that no configuration fits
-/// are left out.
+/// are omitted.
 pub fn throughput(sweep: &Sweep, rows: &[Row]) -> Vec<Throughput> {
     let capacity = |row: &Row| row.figures.as_ref().and_then(Figures::arena);
     let Some(largest) = rows.iter().filter_map(capacity).max() else { return Vec::new() };

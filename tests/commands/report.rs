@@ -5,7 +5,7 @@ use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
 use std::process::{Command, Stdio};
 
-/// A server may only open a dozen files. It survives more connections than that, and answers when they are closed.
+/// A server may only open a dozen files. It survives more connections than that, and responds once they are closed.
 #[cfg(unix)]
 #[test]
 fn a_server_outlives_the_limit_of_open_files() {

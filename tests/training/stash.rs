@@ -168,11 +168,11 @@ fn eight_bits_and_a_budget_go_together() {
     assert_eq!(run.steps(1).losses, exact.losses);
 }
 
-/// Returns the distance of gradients from those of exact activations, relative to the norm of the latter. An element
-/// is rounded by at most 1/510 of its group's range, in either direction. The average is about 1/880 of the range. A
-/// range is about five times the standard deviation. So the error of an activation is 0.6 % of its standard
-/// deviation, and each factor of a gradient has about the same relative error. A few of these errors add up like a
-/// random walk.
+/// Returns the distance of gradients from those of exact activations, relative to the norm of the latter. An element is
+/// rounded by at most 1/510 of its group's range, in either direction. The average is about 1/880 of the range. A range
+/// is about five times the standard deviation. So the error of an activation is 0.6 % of its standard deviation, and
+/// each operand of a gradient's products has about the same relative error. A few of these errors add up like a random
+/// walk.
 #[test]
 fn gradients_stay_near_those_of_exact_activations() {
     const TOLERANCE: f64 = 0.03;

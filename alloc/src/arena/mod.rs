@@ -2,10 +2,10 @@
 //!
 //! Under expert parallelism, the number of rows that a rank receives is only known once the rows are counted, in the
 //! middle of the step. Only buffers of such rows are [`Request`]s. The ticks, the balanced size and the bound of a
-//! request are known at compile time. For each request, an [`ArenaPlan`] finds the addresses that the static plan
-//! leaves idle for the request's whole lifetime. The plan also has a [`Reserve`] above the static plan, for requests
-//! that don't fit into idle addresses. An [`Arena`] then hands out offsets while the step runs. A request takes O(log
-//! n) and allocates no memory. [`check_run`] checks these offsets together with the static plan.
+//! request are known at compile time. For each request, an [`ArenaPlan`] finds the idle addresses: those that the
+//! static plan does not use during the request's whole lifetime. The plan also has a [`Reserve`] above the static plan,
+//! for requests that don't fit into idle addresses. An [`Arena`] then hands out offsets while the step runs. A request
+//! takes O(log n) and allocates no memory. [`check_run`] checks these offsets together with the static plan.
 //!
 //! ```
 //! use gapless_alloc::arena::{Arena, ArenaOptions, ArenaPlan, Request, RequestId, Reserve};

@@ -20,10 +20,11 @@ const GAPS: usize = 8;
 /// and a short-lived request goes to the upper end, so that the space freed by short-lived requests is in one piece.
 /// With `n` blocks in use, a request takes O(log n), since it has at most 16 ranges.
 ///
-/// As long as all requests of a step stay within their promised sizes, only *spare* ranges are used. Spare ranges leave
-/// every home to its owner. So a block in use never covers a part of the home of a request that comes during the
-/// block's lifetime, and every request finds at least its own home. After the first request beyond its promise, there
-/// is nothing left to guard: until [`reset`](Self::reset), requests use all ranges that the static plan leaves *idle*.
+/// As long as all requests of a step stay within their promised sizes, only *spare* ranges are used. A spare range of a
+/// request overlaps no home that a later request needs in the meantime. So a block in use never covers a part of the
+/// home of a request that comes during the block's lifetime, and every request finds at least its own home. After the
+/// first request that exceeds its promised size, the promises no longer hold. Until [`reset`](Self::reset), requests
+/// then use all *idle* ranges: those that the static plan does not use.
 #[derive(Debug)]
 pub struct Arena {
     plan: ArenaPlan,
@@ -72,7 +73,7 @@ impl Arena {
         &self.plan
     }
 
-    /// The figures since the arena was built.
+    /// The statistics since the arena was built.
     pub fn report(&self) -> ArenaReport {
         self.report
     }
@@ -89,7 +90,7 @@ impl Arena {
         self.live_count == 0
     }
 
-    /// Replaces the plan by a plan of the same requests with a larger reserve. The figures of the report continue from
+    /// Replaces the plan by a plan of the same requests with a larger reserve. The sums of the report continue from
     /// their current values.
     ///
     /// # Panics
@@ -187,7 +188,7 @@ impl Arena {
     }
 
     /// Prepares for the next step: frees everything that an aborted step did not release, and makes promises hold
-    /// again. The figures of the report continue from their current values.
+    /// again. The sums of the report continue from their current values.
     pub fn reset(&mut self) {
         self.is_within_promises = true;
         self.factor_hundredths = 0;

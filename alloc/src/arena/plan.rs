@@ -5,7 +5,7 @@
 //!
 //! If the reserve promises sizes ([`Reserve::Balanced`], [`Reserve::Worst`]), every request gets a *home*: the planner
 //! places all requests at their promised sizes, with the static buffers pinned at their offsets. A request then has two
-//! kinds of ranges. *Idle* ranges are addresses that the static plan leaves unused for the request's whole lifetime.
+//! kinds of ranges. *Idle* ranges are addresses that the static plan does not use during the request's whole lifetime.
 //! *Spare* ranges also avoid the homes of requests that start during that lifetime. [`Arena`](super::Arena) explains
 //! why a step within its promises never overflows.
 //!
@@ -36,7 +36,7 @@ pub struct ArenaPlan {
 }
 
 /// The ranges and the home of one request. All ranges are whole grains. Ranges below the reserve come first, the
-/// shortest first, and ranges that reach into the reserve follow.
+/// shortest first. Ranges that extend into the reserve follow.
 #[derive(Debug, Clone)]
 struct Places {
     spare: Range<u32>,
@@ -186,7 +186,7 @@ impl ArenaPlan {
         self.slice(&self.places[id.index()].spare)
     }
 
-    /// The ranges of a request that the static plan leaves idle.
+    /// The idle ranges of a request, which the static plan does not use during its lifetime.
     pub(super) fn idle_ranges(&self, id: RequestId) -> &[Range<u64>] {
         self.slice(&self.places[id.index()].idle)
     }

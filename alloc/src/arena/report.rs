@@ -1,10 +1,10 @@
-//! Figures of an arena.
+//! Statistics of an arena.
 
 use std::fmt;
 
 use crate::draw::Bytes;
 
-/// The figures of an arena since it was built. Sizes are the bytes that requests asked for, unless stated otherwise.
+/// The statistics of an arena since it was built. Sizes are the bytes that requests asked for, unless stated otherwise.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct ArenaReport {
@@ -14,9 +14,9 @@ pub struct ArenaReport {
     pub overflows: u64,
     /// Bytes of all requests, including those not served.
     pub asked_bytes: u64,
-    /// Bytes that were served in addresses that the static plan leaves idle.
+    /// Bytes that were placed in idle ranges of the static plan.
     pub reused_bytes: u64,
-    /// Bytes that were served in the reserve.
+    /// Bytes that were placed in the reserve.
     pub reserve_served_bytes: u64,
     /// Bytes of requests that could not be served.
     pub refused_bytes: u64,

@@ -80,8 +80,8 @@ impl Request {
 /// The size of the reserve, which is the arena's own address range above the static plan.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Reserve {
-    /// Enough for every request at `factor` times its balanced size (at most its bound), together with the bytes that
-    /// the static plan leaves idle. A step whose requests all stay within these sizes never overflows.
+    /// Enough for every request at `factor` times its balanced size (at most its bound), together with idle ranges of
+    /// the static plan. A step whose requests all stay within these sizes never overflows.
     Balanced {
         /// Multiple of the balanced sizes.
         factor: f64,

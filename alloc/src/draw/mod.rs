@@ -1,7 +1,7 @@
 //! Pictures of a plan: the memory map, bytes × time, with every byte accounted to a named tensor.
 //!
 //! In: a problem, its offsets, one label per buffer, and the phases of the step. Out: the map as text for a terminal,
-//! as SVG for a page of documentation, or as one self-contained HTML page to explore, and a [`Summary`] in figures. The
+//! as SVG for a page of documentation, or as one self-contained HTML page to explore, and a [`Summary`] in numbers. The
 //! output depends only on this input. The plan is not checked here; [`check`](crate::check()) does that.
 //!
 //! Time runs from left to right and addresses from bottom to top. A tensor of any role is called *persistent* if it is
@@ -138,7 +138,7 @@ impl<'a> MemoryMap<'a> {
         html::render(self)
     }
 
-    /// Summarizes the plan in figures. The summary lists at most `largest` tensors: the largest of those alive at the
+    /// Summarizes the plan in numbers. The summary lists at most `largest` tensors: the largest of those alive at the
     /// peak tick.
     pub fn summary(&self, largest: usize) -> Summary {
         summary::summarize(self, largest)

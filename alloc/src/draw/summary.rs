@@ -1,4 +1,4 @@
-//! The plan in figures: the tensors that fill the arena at its peak, and the bytes that stay unused over time.
+//! The plan in numbers: the tensors that fill the arena at its peak, and the bytes that stay unused over time.
 
 use std::fmt;
 use std::ops::Range;
@@ -12,7 +12,7 @@ use crate::{Role, live_at};
 /// Number of equal spans of time in [`Summary::spans`].
 const SPANS: usize = 24;
 
-/// A plan in figures. Sizes are exact bytes; `Display` prints it as a report.
+/// A plan in numbers. Sizes are exact bytes; `Display` prints it as a report.
 #[derive(Debug, Clone, PartialEq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct Summary {

@@ -1,10 +1,9 @@
 //! Covers: few intervals whose bytes meet a demand at every place. The size of the smallest cover is a lower bound on
-//! the changes that any remedy needs.
-//! Each place demands a number of bytes, and each candidate spans some neighbouring places. In: places in order with
-//! their demands, and candidates. Out: the smallest cover found, and a proven lower bound on the size of every cover.
-//! The search is a branch-and-bound from left to right. At the leftmost place that still lacks bytes, the search skips
-//! a candidate if another candidate gives as many bytes and reaches as far. If a cover takes too many candidates for an
-//! exact search, a greedy search takes its place.
+//! the changes that any remedy needs. Each place demands a number of bytes, and each candidate spans some neighbouring
+//! places. In: places in order with their demands, and candidates. Out: the smallest cover found, and a proven lower
+//! bound on the size of every cover. The search is a branch-and-bound from left to right. At the leftmost place that
+//! still lacks bytes, the search skips a candidate if another candidate has at least as many bytes and ends at least as
+//! late. If a cover takes too many candidates for an exact search, a greedy search takes its place.
 
 use std::cmp::Reverse;
 use std::ops::Range;
@@ -119,7 +118,7 @@ pub(super) fn fewest_bytes(demand: &[u64], candidates: &[Candidate]) -> Option<V
     let mut order: Vec<usize> = (0..candidates.len()).collect();
     sort_by_key(&mut order, |&c| candidates[c].span.start);
     let mut order = order.into_iter().peekable();
-    // `open` orders the candidates by how far they reach. `ends[p]` is the number of bytes taken off that no longer
+    // `open` orders the candidates by the end of their span. `ends[p]` is the number of bytes taken off that no longer
     // help from place `p` on.
     let mut open = std::collections::BinaryHeap::new();
     let mut taken = vec![0u64; candidates.len()];
@@ -147,8 +146,8 @@ pub(super) fn fewest_bytes(demand: &[u64], candidates: &[Candidate]) -> Option<V
 }
 
 /// Returns the places whose demand is not implied by a neighbour's. A larger demand implies a neighbour's smaller
-/// demand if the candidates that reach only the place of the larger demand have no more bytes than the difference of
-/// the two demands.
+/// demand if the candidates that span the place of the larger demand but not the neighbour have no more bytes than the
+/// difference of the two demands.
 fn undominated(demand: &[u64], candidates: &[Candidate]) -> Vec<usize> {
     let mut begins = vec![0u128; demand.len() + 1];
     let mut ends = begins.clone();
@@ -261,7 +260,7 @@ struct Search<'c> {
 }
 
 impl Search<'_> {
-    /// Covers the remaining demand from place `from` on. No chosen candidate reaches past `reach`.
+    /// Covers the remaining demand from place `from` on. All chosen candidates end at `reach` or before.
     fn deepen(&mut self, from: usize, reach: usize) {
         let Some(place) = (from..self.left.len()).find(|&p| self.left[p] > 0) else {
             if self.best.as_ref().is_none_or(|best| self.chosen.len() < best.len()) {

@@ -45,7 +45,7 @@ pub struct Options {
     pub capacity: Option<u64>,
     /// Most work that may be spent. The unit is one rectangle looked at, so the limit means the same on every machine.
     /// The [default](Self::DEFAULT_WORK) takes at most about five seconds of one core. A problem whose plan reaches the
-    /// lower bound takes only a small part of the default.
+    /// lower bound takes only a small fraction of the default.
     pub work: u64,
     /// Wall-clock limit. A plan that it cuts short depends on the machine; [`StopReason::Deadline`] marks such a plan.
     pub deadline: Option<Duration>,

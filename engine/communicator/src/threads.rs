@@ -35,7 +35,8 @@ pub fn on_threads<T: Send, E: RankError>(
             thread.map_err(|error| CommunicatorError::NoThread { rank: number, why: error.to_string() })
         };
         let threads: Vec<_> = InProcess::world(ranks).into_iter().enumerate().map(start).collect();
-        // To the ranks that were started, a rank whose thread could not be started looks like a rank that has left.
+        // If the thread of a rank could not be started, the other ranks treat that rank like one that has dropped its
+        // communicator.
         let end = |thread: Result<std::thread::ScopedJoinHandle<_>, CommunicatorError>| match thread {
             Ok(thread) => thread.join(),
             Err(error) => Ok(Err(error.into())),

@@ -221,8 +221,8 @@ fn leaving_with_operations_under_way_reaches_everyone() {
 #[test]
 fn leaving_when_all_is_done_harms_nobody() {
     for end in ranks(3, |mut rank| {
-        // When rank 2 receives from rank 1, rank 0 has long left. This is not an error, since the message of rank 0 was
-        // received before.
+        // When rank 2 receives from rank 1, rank 0 has already dropped its communicator. This is not an error, because
+        // the message of rank 0 was received before.
         match rank.rank() {
             0 => rank.send(&[5], 1, tag(0)),
             1 => {

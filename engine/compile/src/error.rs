@@ -14,7 +14,7 @@ pub enum Error {
     Graph(#[from] gapless_graph::Error),
     #[error("no tensor named {name:?}; nearest: {nearest}")]
     UnknownTensor { name: String, nearest: String },
-    #[error("{name:?} holds {expected} elements, not {given}")]
+    #[error("{name:?} takes {expected} elements, but {given} were given")]
     ElementCount { name: String, expected: usize, given: usize },
     #[error(
         "no recomputation fits the budget of {} ({budget} bytes); the smallest step found takes {} ({smallest} bytes)\nwhat helps: bf16, an optimizer with smaller states (adamw8bit, lion), more ranks or fewer trained parameters; and where activations take most of it, a smaller micro-batch or a shorter sequence",

@@ -374,7 +374,7 @@ impl Program {
         sum(self.instrs.iter().filter(|instr| instr.rematerialized))
     }
 
-    /// Returns the modelled time of one run on a device, and the part of that time that is spent on recomputation.
+    /// Returns the modelled time of one run on a device, and how much of that time is spent on recomputation.
     pub fn nanoseconds(&self, rates: &Rates) -> [u64; 2] {
         let time = |instrs: &mut dyn Iterator<Item = &Instr>| {
             instrs.map(|instr| instr.nanoseconds(rates)).fold(0, u64::saturating_add)

@@ -149,7 +149,7 @@ fn operand_is_inside(program: &Program, operand: &Operand) -> Verdict {
     let (dims, strides, start) = (layout.dims(), layout.stride(), layout.start_offset());
     let Some(range) = byte_range(layout, *dtype).filter(|range| range.end <= declared.bytes) else {
         return Err(format!(
-            "an operand of {dtype:?} {dims:?} by strides {strides:?} from element {start} on reaches beyond its buffer of {} bytes",
+            "an operand of {dtype:?} {dims:?} by strides {strides:?} from element {start} on extends beyond its buffer of {} bytes",
             declared.bytes
         ));
     };

@@ -285,7 +285,7 @@ pub enum DataError {
         /// The mismatch.
         reason: String,
     },
-    /// The slices do not hold whole windows, or the requested windows reach past the last window.
+    /// The slices do not hold whole windows, or the requested windows extend past the last window.
     #[error(
         "{inputs} inputs and {targets} targets from window {first} on are not whole windows of {sequence} tokens \
          within {windows} windows"

@@ -68,7 +68,7 @@ fn measure(job: &Gemm, threads: usize) -> (f64, f64, f64) {
         let [a_row, a_column, b_row, b_column, c_row] =
             [a_strides.row, a_strides.column, b_strides.row, b_strides.column, n].map(|stride| stride as isize);
         let c = their_c.as_mut_ptr();
-        // SAFETY: the slices are as long as the strides reach.
+        // SAFETY: each slice contains every element that the shape and the strides of its matrix address.
         unsafe {
             gemm::gemm(
                 m,

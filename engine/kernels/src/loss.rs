@@ -9,14 +9,14 @@ use serde::{Deserialize, Serialize};
 /// loss = L − (1 − ε)·x[t] − ε/V·Σx + z·L²
 /// ```
 ///
-/// ε is the label smoothing (Szegedy et al., arXiv 1512.00567, section 7). z is the factor of the z-loss (PaLM, arXiv
+/// ε is the label smoothing (Szegedy et al., arXiv 1512.00567, section 7). z is the weight of the z-loss (PaLM, arXiv
 /// 2204.02311, section 5).
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct LossTerms {
     /// The share of a target's probability that is spread evenly over the whole vocabulary.
     pub label_smoothing: f64,
-    /// The factor of the squared log-sum-exp of the logits; 1e-4 is usual.
+    /// The weight of the squared log-sum-exp of the logits in the loss; 1e-4 is usual.
     pub z_loss: f64,
 }
 
@@ -69,7 +69,7 @@ impl RowLoss {
         lse - self.keep * logit - self.spread * sum + self.z * lse * lse
     }
 
-    /// Returns the factor of the softmax in the gradient of the logits.
+    /// Returns the multiplier of the softmax in the gradient of the logits.
     #[inline(always)]
     pub fn of_softmax(self, lse: f32) -> f32 {
         1.0 + 2.0 * self.z * lse

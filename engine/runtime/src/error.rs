@@ -30,7 +30,7 @@ pub enum Error {
     #[cfg(feature = "cuda")]
     #[error(transparent)]
     Device(#[from] crate::cuda::DeviceError),
-    #[error("{name:?} holds {expected} elements, not {given}")]
+    #[error("{name:?} takes {expected} elements, but {given} were given")]
     ElementCount { name: String, expected: usize, given: usize },
     #[error(
         "the arena needs {} ({needed} bytes), but {limit} leaves {} ({available} bytes)\nlargest at the peak:\n{largest}\nwhat helps: \

@@ -64,7 +64,7 @@ pub fn available_memory() -> Option<(u64, MemoryLimit)> {
     limits.into_iter().filter_map(|(bytes, limit)| Some((bytes?, limit))).min_by_key(|(bytes, _)| *bytes)
 }
 
-/// Returns the bytes left below a soft limit of the process, or `None` if there is no limit.
+/// Returns the bytes that the process can still use below a soft limit, or `None` if there is no limit.
 fn left_of_limit(limit: &[u8], used: &[u8]) -> Option<u64> {
     let mut buffer = [0; BUFFER];
     let text = read("/proc/self/limits".as_ref(), &mut buffer)?;
@@ -89,7 +89,8 @@ mod control_groups {
         cache: &'static [u8],
     }
 
-    /// Returns the minimum of the memory left in the process's control groups, or `None` if no group has a limit.
+    /// Returns the minimum of the memory that is still free in the process's control groups, or `None` if no group has
+    /// a limit.
     pub(super) fn available() -> Option<u64> {
         // The groups are determined once, because a process hardly ever changes its groups, and a step may call this
         // function often.

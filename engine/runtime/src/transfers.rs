@@ -95,7 +95,7 @@ impl Transfers {
         }
     }
 
-    /// Waits for all operations that [`Communicator::wait_on_device`] left to the device.
+    /// Waits on the host for all operations that were passed to [`Communicator::wait_on_device`].
     #[cfg(feature = "cuda")]
     pub(crate) fn settle(&mut self) -> communicator::Result<()> {
         let Communicators { pipeline, batch, experts, replicas } = &mut self.communicators;

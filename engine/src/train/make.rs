@@ -87,7 +87,7 @@ impl TrainerBuilder<'_> {
     }
 
     /// Plans one rank of the mesh without reserving memory. The plan covers training step, evaluation and generation in
-    /// one arena. Returns the same figures as [`Trainer::report`] of a trainer with these options. The plan is for the
+    /// one arena. Returns the same report as [`Trainer::report`] of a trainer with these options. The plan is for the
     /// CPU, unless the options name a GPU.
     ///
     /// # Errors

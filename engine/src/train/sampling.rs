@@ -294,7 +294,8 @@ mod tests {
         kept.into_iter().map(|(id, logit)| (id, weight(logit) / sum)).collect()
     }
 
-    /// Returns the ids and logits that `typical_p`, `epsilon_cutoff` and `eta_cutoff` leave, most likely first.
+    /// Returns the ids and logits that pass the filters `typical_p`, `epsilon_cutoff` and `eta_cutoff`, most likely
+    /// first.
     fn by_probability(sampling: &Sampling, left: impl Iterator<Item = (u32, f32)>) -> Vec<(u32, f32)> {
         let mut left: Vec<(u32, f32)> = left.collect();
         let probabilities = |left: &[(u32, f32)]| {

@@ -40,8 +40,8 @@ const TOKENIZER: [&str; 9] = [
     "vocab.json",
 ];
 
-/// The origin of a part of a stored tensor: a parameter, the index of the first of the parameter's elements in this
-/// part, and the part's location in the stored tensor.
+/// The source of one range of a stored tensor: the name of a parameter, the index of the range's first element in that
+/// parameter, and the location of the range in the stored tensor.
 type Origin<'a> = (&'a str, usize, &'a StoredRange);
 
 impl Folder {
@@ -50,7 +50,7 @@ impl Folder {
     /// separately.
     ///
     /// If `max_shard_size` is given, each file holds at most this number of bytes of tensors, and a larger tensor has a
-    /// file of its own. If it is `None`, the tensors are divided into files as in this folder.
+    /// file of its own. If it is `None`, each tensor is saved in a file with the same name as in this folder.
     ///
     /// # Errors
     /// Returns [`HfError::Exists`] if `out` is not empty. Returns an error if a file cannot be read or written. After

@@ -12,18 +12,18 @@ use crate::{Action, Costs, Durations, Kind};
 
 /// The memory that a forward keeps on its rank until the gradients are computed, in any unit.
 ///
-/// The limit of the searches is a number of forwards. Each input gradient frees its part of a forward's memory, and
+/// The limit of the searches is a number of forwards. Each input gradient frees a fraction of a forward's memory, and
 /// each weight gradient frees the rest. With [`Saved::WEIGHT`], everything is kept until the weight gradient, as 1F1B
 /// keeps everything until the whole backward.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Saved {
-    /// The part that the input gradient frees.
+    /// The memory that the input gradient frees.
     pub for_input: u32,
-    /// The part that the weight gradient frees.
+    /// The memory that the weight gradient frees.
     pub for_weight: u32,
 }
 
-/// The parts for a transformer layer that keeps its attention scores. Such a layer keeps 34 + 5as/h bytes per element
+/// The values for a transformer layer that keeps its attention scores. Such a layer keeps 34 + 5as/h bytes per element
 /// (Korthikanti et al., arXiv 2205.05198, section 4.1). 32 of these bytes are inputs of matrix products and are freed
 /// by weight gradients. The rest is 82 bytes if sequences are 16 times as long as a head is wide.
 impl Default for Saved {

@@ -3,8 +3,9 @@
 //! limit of 2P forwards, it is their ZB-2p.
 //!
 //! First comes a warm-up that is as long as time and memory allow. Then come rounds of at most one forward and one
-//! input gradient per rank. Weight gradients go where a rank would wait or has to free memory. The rules leave three
-//! choices open (`Choices`). All eight combinations are tried, and the first of the shortest orders is returned.
+//! input gradient per rank. Weight gradients go where a rank would wait or has to free memory. The rules do not
+//! determine three choices (`Choices`). All eight combinations of them are tried, and the first of the shortest orders
+//! is returned.
 
 use super::gap_filling::{Overrun, PartialOrders, Saved, Setting};
 use super::{Placement, Schedule, Shape};
@@ -17,7 +18,7 @@ pub struct SearchedZb {
     pub costs: Vec<Costs>,
     /// The maximum number of activations alive on any rank, in forwards. The default is P, the peak of 1F1B.
     pub peak: Option<u32>,
-    /// The parts of a forward's activations that each gradient frees.
+    /// The sizes of the activations of a forward that each gradient frees.
     pub saved: Saved,
 }
 
@@ -43,7 +44,7 @@ impl Schedule for SearchedZb {
     }
 }
 
-/// The choices that the search leaves open.
+/// The choices that the rules of the search do not determine.
 #[derive(Debug, Clone, Copy)]
 struct Choices {
     /// True if the warm-up ends before the first input gradient arrives, false if it ends after.

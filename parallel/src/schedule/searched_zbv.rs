@@ -22,7 +22,7 @@ pub struct SearchedZbv {
     /// The maximum number of activations alive on any rank, in forwards of one chunk. The default is 2P, the peak of
     /// 1F1B.
     pub peak: Option<u32>,
-    /// The parts of a forward's activations that each gradient frees.
+    /// The sizes of the activations of a forward that each gradient frees.
     pub saved: Saved,
 }
 

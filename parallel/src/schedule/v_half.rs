@@ -24,8 +24,9 @@ impl Schedule for VHalf {
     }
 }
 
-/// Returns the slots of micro-batch 0 on rank `r`. If the number of ranks is even, the turn at the last rank needs
-/// three idle slots; without them, two of the pattern's slots would coincide modulo six.
+/// Returns the slots of micro-batch 0 on rank `r`. If the number of ranks is even, the micro-batch waits for three
+/// slots on rank 0, between the forward and the backward of the last stage. Without this wait, two of the pattern's
+/// slots would coincide modulo six.
 fn pattern(ranks: u32, r: u32) -> Pattern {
     let turn = if ranks.is_multiple_of(2) { 3 } else { 0 };
     [2 * r, 3 * ranks - r - 2, 3 * ranks + turn + 2 * r - 1, 6 * ranks + turn - r - 2]

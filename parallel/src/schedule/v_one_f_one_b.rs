@@ -59,8 +59,9 @@ impl Pass {
         if self.is_forward() { 1 } else { 2 }
     }
 
-    /// Returns the first slot of the pass for micro-batch 0. If the number of ranks is divisible by three, the turn at
-    /// the last rank needs three idle slots; without them, two of the pattern's slots would coincide modulo six.
+    /// Returns the first slot of the pass for micro-batch 0. If the number of ranks is divisible by three, the
+    /// micro-batch waits for three slots on rank 0, between the forward and the backward of the last stage. Without
+    /// this wait, two of the pattern's slots would coincide modulo six.
     fn first(self, ranks: usize, rank: usize) -> usize {
         let turn = if ranks.is_multiple_of(3) { 3 } else { 0 };
         let backward = |nth: usize| 2 * ranks + turn + 2 * nth + 3 * ((nth + [1, 0, 2][ranks % 3]) / 3);

@@ -32,7 +32,7 @@ impl Display for Size {
     }
 }
 
-/// Formats answers as JSON. A single answer becomes an object, and several become a list.
+/// Formats results as JSON. A single result becomes an object, and several become a list.
 pub fn to_json<T: Serialize>(answers: &[T]) -> serde_json::Result<String> {
     match answers {
         [one] => serde_json::to_string_pretty(one),

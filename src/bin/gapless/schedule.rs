@@ -44,8 +44,9 @@ pub struct Arguments {
     /// one micro-batch; by default as many as 1F1B keeps.
     #[arg(long, value_name = "ACTIVATIONS", conflicts_with_all = ["table", "model"])]
     peak: Option<u32>,
-    /// For zb-searched and zbv-searched: the relative sizes of the parts of an activation that the input gradient and the weight
-    /// gradient free; by default 82,32, as in a transformer layer. With 0,1, activations count until the weight gradient.
+    /// For zb-searched and zbv-searched: the relative sizes of what the input gradient and the weight gradient free of
+    /// a forward's activations; by default 82,32, as in a transformer layer. With 0,1, activations count until the
+    /// weight gradient.
     #[arg(long, value_name = "INPUT,WEIGHT", conflicts_with_all = ["table", "model"], value_parser = saved)]
     saved: Option<Saved>,
     #[command(flatten)]

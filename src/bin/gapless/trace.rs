@@ -205,7 +205,7 @@ mod tests {
     }
 
     /// Writes 50 pairs of nested spans to a trace of at most `most` bytes. Returns the lines of the trace, the number
-    /// of spans left out, and the size of the trace.
+    /// of omitted spans, and the size of the trace.
     fn traced(most: u64) -> (Vec<Value>, u64, u64) {
         let written = Written::default();
         let trace = Trace::new(written.clone(), most);

@@ -6,7 +6,7 @@
 #[derive(Debug)]
 pub(super) struct Events {
     bytes: Vec<u8>,
-    /// Time of all records, in seconds since 1970.
+    /// Timestamp of every record, in seconds since the Unix epoch.
     time: f64,
 }
 

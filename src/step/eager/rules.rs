@@ -102,8 +102,8 @@ impl Autograd {
         })
     }
 
-    /// `mul`. The backward computes the gradient of the second factor, then that of the first. If a factor has a
-    /// smaller shape, its gradient is then summed to this shape.
+    /// `mul`. The backward computes the gradient of the second operand, then that of the first. If an operand has a
+    /// smaller shape than the product, its gradient is then summed to this shape.
     pub fn mul(&self, a: &Var, b: &Var) -> Var {
         let mut op = self.record(&[a, b]);
         let needs = [op.needs(0), op.needs(1)];

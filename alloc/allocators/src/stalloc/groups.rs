@@ -157,9 +157,9 @@ impl Group {
 
 /// Returns the members of both groups with their offsets, and the members of the smaller group that found no place.
 ///
-/// The base becomes a staircase: the further a member reaches towards the other group, the lower the member lies. So
-/// the idle space is in one piece. Each step of the staircase takes the first member of the other group that does not
-/// overlap it in time.
+/// The base becomes a staircase: the more a member's lifetime extends towards the other group, the lower the member
+/// lies. So the idle space is in one piece. Each step of the staircase takes the first member of the other group that
+/// does not overlap it in time.
 fn fill(rectangles: &[Rectangle], base: &Group, small: &Group, base_first: bool) -> Option<(Members, Vec<usize>)> {
     let start = |number: usize| rectangles[number].lifetime.start;
     let end = |number: usize| rectangles[number].lifetime.end;

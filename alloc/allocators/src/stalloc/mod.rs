@@ -17,7 +17,7 @@
 //! have blocks of their own, twice as many as are ever alive.
 //!
 //! Buffers that are marked as dynamic (their sizes depend on the data) are not planned. A dynamic buffer gets the
-//! best-fitting range that the plan leaves idle throughout its lifetime. If there is no such range, the caching
+//! best-fitting range that the plan does not use during the buffer's lifetime. If there is no such range, the caching
 //! allocator serves the dynamic buffer too.
 
 mod chains;

@@ -170,7 +170,7 @@ fn most_small(problem: &Problem, requests: &Requests) -> u64 {
     most
 }
 
-/// Returns the free ranges (start, bytes) within a range that sorted used ranges (start, end) leave.
+/// Returns the free ranges (start, bytes) of a range in which the sorted ranges `used` (start, end) are used.
 pub(super) fn gaps(within: Range<u64>, used: &[(u64, u64)]) -> Vec<(u64, u64)> {
     let mut gaps = Vec::new();
     let mut floor = within.start;

@@ -93,8 +93,8 @@ impl Room {
     }
 }
 
-/// The rooms of all layers. Each is computed when it is first needed, since most classes are placed before the last
-/// layers are reached.
+/// The rooms of all layers. The room of a layer is computed when it is first needed, because most classes find a place
+/// in the first layers.
 #[derive(Default)]
 pub(super) struct Rooms {
     known: BTreeMap<usize, Room>,

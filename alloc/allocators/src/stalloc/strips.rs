@@ -2,7 +2,7 @@
 //! first. Smaller buffers first fill the idle space of larger strips, and then get strips of their own.
 //!
 //! One iteration is planned. Each lifetime lasts from birth to death and no longer, and every size class is placed in
-//! order of birth. The result shows what [`layers`](super::layers) could reach without these losses.
+//! order of birth. The result shows how low the plans of [`layers`](super::layers) would be without these losses.
 
 use std::collections::BTreeMap;
 

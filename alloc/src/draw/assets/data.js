@@ -1,4 +1,4 @@
-// What the page knows: the buffers unpacked into columns, the curve, the phases; and how figures are printed.
+// The data of the page: the buffers, unpacked into columns; the curve; the phases. Also formats numbers.
 
 const element = id => document.getElementById(id);
 const page = JSON.parse(element("data").textContent);

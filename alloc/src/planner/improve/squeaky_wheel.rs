@@ -30,7 +30,7 @@ pub(crate) fn squeaky_wheel(
 mod tests {
     use super::*;
 
-    /// Runs rounds that reach these heights and add one item each. Returns, for each round, the number of items that
+    /// Runs rounds that end at these heights and add one item each. Returns, for each round, the number of items that
     /// were to be placed first.
     fn rounds(heights: &[u64]) -> Vec<usize> {
         let mut calls = Vec::new();

@@ -6,7 +6,7 @@
 //! further it goes back. After many retreats the attempt ends, and another one starts with other weights.
 //!
 //! Neighbours that die together leave one large range. So the price of a place grows with the time between the deaths
-//! of the item and its neighbour, and with the bytes that are left over in the free range.
+//! of the item and its neighbour, and with the bytes of the free range that the item does not use.
 
 use std::cmp::Reverse;
 use std::ops::Range;
@@ -252,8 +252,8 @@ struct Scored<'s> {
 }
 
 impl Rule for Scored<'_> {
-    /// Leaves the longest-lived items first. After a retreat, sometimes puts the largest items first or uses a random
-    /// order.
+    /// Keeps the given order, with the longest-lived items first. After a retreat, sometimes puts the largest items
+    /// first or uses a random order.
     fn order(&mut self, born: &mut [u32]) {
         match if self.noise > 0 { self.chance.below(3) } else { 0 } {
             0 => {}

@@ -209,8 +209,8 @@ impl<'c> Leap<'c> {
                 self.go(next + 1, grown, left, budget);
             }
             self.path.truncate(known);
-            // The search should vary the places of the largest items only. For other items, one place from which a
-            // layout was reached is enough.
+            // The search should vary the places of the largest items only. For other items, one place that led to a
+            // layout is enough.
             let is_enough = self.arrivals.len() > arrived && !(waits && course.is_largest(birth.bytes));
             if has_room && self.is_over(budget) || is_enough {
                 break;

@@ -1,8 +1,8 @@
-//! The initial stack of a sweep, with the order of its items left open.
+//! The initial stack of a sweep. The order of its items is not decided yet.
 //!
 //! Any order of the items alive at the first clique gives a stack without gaps, and no rule predicts which order leads
-//! to a plan. So the order is left open: the stack is one undecided range. The offset of an item in that range is fixed
-//! only when a later birth depends on it. When an item of the stack dies, its bytes become a free *lot*:
+//! to a plan. So the order is decided later: the stack is one undecided range. The offset of an item in that range is
+//! fixed only when a later birth depends on it. When an item of the stack dies, its bytes become a free *lot*:
 //!
 //! - A new item of the same size takes the lot over, without fixing its offset.
 //! - For an item of another size, the lot is moved to one end of the undecided range, where it extends a free range.

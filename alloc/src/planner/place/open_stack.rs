@@ -12,8 +12,8 @@
 //! both numbers, until the sweep gives up.
 //!
 //! Any order of the items of the first clique is free of gaps, but the choice of this order matters more than the
-//! effort spent on later items. So the order is left open: the stack is one undecided range, whose [`Lots`] are given
-//! to new items as they become free.
+//! effort spent on later items. So the order is decided later: the stack is one undecided range. Its [`Lots`], the
+//! bytes of dead items, are given to new items.
 
 use std::cmp::Reverse;
 use std::collections::HashSet;

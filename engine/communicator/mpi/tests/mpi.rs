@@ -131,7 +131,7 @@ mod jobs {
         world.receive(&mut [0], CULPRIT, Tag { stage: 2, micro_batch: 7, ..Tag::default() })
     }
 
-    /// The culprit leaves before its last messages are received. The other ranks go on.
+    /// The culprit shuts down before its last messages are received. The other ranks continue.
     fn leave_when_done(world: &mut dyn Communicator) -> Result<()> {
         let mut others = world.split(usize::from(world.rank() == CULPRIT), 0)?;
         match world.rank() {

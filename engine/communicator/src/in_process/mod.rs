@@ -208,7 +208,7 @@ impl InProcess {
 enum OperationState {
     /// The operation's memory is not accessed any more.
     Ended(Result<()>),
-    /// All ranks have started this round, and it has items left.
+    /// All ranks have started this round, and some of its items are not done.
     ToDo(usize),
     /// Another thread works on the operation, and will finish even if ranks fail.
     InWork,

@@ -75,8 +75,8 @@ impl<'a> Device<'a> {
     }
 }
 
-/// Completes the next operation of a rank if the rank at the operation's other end has reached the operation too.
-/// Returns true if the operation was completed.
+/// Completes the next operation of a rank if the rank at the operation's other end is at the operation too. Returns
+/// true if the operation was completed.
 fn connect(ranks: &mut [Device], me: usize) -> bool {
     if let Some(&Launch::Oneself { send, receive }) = ranks[me].stream.front() {
         let Start::Send { to, tag, len } = ranks[me].starts[send] else { panic!("a send") };

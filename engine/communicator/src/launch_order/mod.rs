@@ -1,10 +1,10 @@
 //! The order in which a backend without tags launches messages: one order for all ranks, agreed on beforehand.
 //!
 //! NCCL pairs messages by position: a peer's third receive gets the third message that was sent to that peer. Moreover,
-//! the operations that a rank has launched run one after another, and each message blocks later ones until the peer has
-//! reached it too. In programs, however, a sender sends when a value is computed, a receiver receives when it needs the
-//! value, and only the tag identifies the message. So starting an operation and launching it are two different things,
-//! and the launches follow a rule:
+//! the operations that a rank has launched run one after another, and each message blocks the rank's later operations
+//! until the peer has launched the message too. In programs, however, a sender sends when a value is computed, a
+//! receiver receives when it needs the value, and only the tag identifies the message. So starting an operation and
+//! launching it are two different things, and the launches follow a rule:
 //!
 //! > **The launches of all ranks are subsequences of one list of messages and collectives.**
 //!

@@ -22,8 +22,8 @@ impl Nccl {
     ///
     /// # Errors
     /// If the driver or NCCL is missing, returns [`CommunicatorError::Missing`](crate::CommunicatorError::Missing)
-    /// without contacting the other ranks. Also returns errors of NCCL, for example if two ranks use one GPU. A rank
-    /// that gets an error leaves the group, and the calls of the other ranks return errors.
+    /// without contacting the other ranks. Also returns errors of NCCL, for example if two ranks use one GPU. If a rank
+    /// gets an error, it drops its communicators, and the calls of the other ranks return errors.
     pub fn on_device(control: Box<dyn Communicator>, ordinal: usize) -> Result<Self> {
         Library::load()?;
         let context = CudaContext::new(ordinal).map_err(cuda("cuDevicePrimaryCtxRetain"))?;

@@ -20,7 +20,7 @@
 //! let order = rank.agree(&[Call::Start(start), Call::Wait(0)])?.expect("NCCL needs one");
 //! for _step in 0..10 {
 //!     rank.follow(&order)?;
-//!     // SAFETY: the bytes are device memory that is left alone until the wait.
+//!     // SAFETY: the bytes are device memory that nothing else accesses until the wait.
 //!     let request = unsafe {
 //!         match rank.rank() {
 //!             0 => rank.isend(bytes, len, 1, tag)?,
@@ -263,7 +263,8 @@ impl Nccl {
         Err(error)
     }
 
-    /// Waits for operations for which so far only the device waits, oldest first, until at most `most` of them remain.
+    /// Blocks the host until at most `most` of the operations that were passed to `wait_on_device` are still pending.
+    /// Waits for the oldest operation first.
     fn wait_until_at_most(&mut self, most: usize) -> Result<()> {
         while self.left.len() > most {
             let index = self.left.pop_front().expect("there are more");
@@ -332,8 +333,8 @@ impl Nccl {
         let _ = self.stream.synchronize();
     }
 
-    /// Leaves the communicator together with the other ranks. If the other ranks do not respond, no failure is reported
-    /// to them, because no operation is in progress.
+    /// Shuts the communicator down, together with the other ranks. If the other ranks do not respond, no failure is
+    /// reported to them, because no operation is in progress.
     fn leave(&mut self) -> Result<()> {
         self.bind()?;
         self.comm.finalize()?;

@@ -176,7 +176,7 @@ impl Comm {
         called.and(self.call("ncclGroupEnd", |nccl, _| unsafe { (nccl.group_end)() }))
     }
 
-    /// Begins to leave the communicator, together with all other ranks.
+    /// Starts the shutdown of the communicator, in which all ranks must take part.
     pub(super) fn finalize(&self) -> Result<()> {
         // SAFETY: the handle is a valid communicator.
         self.call("ncclCommFinalize", |nccl, handle| unsafe { (nccl.finalize)(handle) })

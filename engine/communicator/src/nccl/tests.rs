@@ -43,7 +43,7 @@ fn a_machine_has_a_gpu_or_the_error_says_what_is_missing_and_what_to_do() {
     }
 }
 
-/// Ranks that cannot have a GPU leave, each with its own error. No rank waits for another.
+/// Ranks that cannot have a GPU return, each with its own error. No rank waits for another.
 #[test]
 fn all_ranks_hear_of_it() {
     let texts = on_threads(3, |world| match Nccl::on_device(world, 0) {

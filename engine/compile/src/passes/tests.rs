@@ -245,7 +245,7 @@ fn what_is_dropped_runs_again_in_both_halves() {
     ");
 }
 
-/// A product that both halves read, and that takes fewer bytes than its factors, is recomputed only once.
+/// A product that both halves read, and that takes fewer bytes than its operands, is recomputed only once.
 #[test]
 fn what_is_made_for_weights_on_the_way_is_made_once() {
     let recompute = Recompute::Ops(vec!["linear".into(), "mul".into()]);

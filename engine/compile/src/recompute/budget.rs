@@ -296,8 +296,8 @@ struct State {
 
 impl State {
     /// Returns the bytes by which states are compared: those of the current micro-batch plus those of the others. For
-    /// stages with the same number of micro-batches in flight, both reach their maxima together, and the sum is exact.
-    /// For other stages, a good state may be missed.
+    /// stages with the same number of micro-batches in flight, both sums have their maxima at the same time, and the
+    /// result is exact. For other stages, a good state may be missed.
     fn bytes(&self) -> u64 {
         self.kept + self.others[0].max(self.others[1])
     }

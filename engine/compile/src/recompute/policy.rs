@@ -35,8 +35,8 @@ pub enum Recompute {
 /// Decides which of the values that a backward reads are dropped and recomputed.
 pub trait RecomputePolicy: fmt::Debug + Send + Sync {
     /// Returns true if a value of this shape and type, computed by the forward node `maker`, is to be recomputed. The
-    /// method is called for every value that can be recomputed, in the order in which the values are computed. Its
-    /// answers must be the same each time.
+    /// method is called for every value that can be recomputed, in the order in which the values are computed. It must
+    /// always return the same result for the same value.
     fn drops(&self, value: &Spec, maker: &Node) -> bool;
 }
 

@@ -7,7 +7,7 @@ use serde::Serialize;
 
 use crate::Executable;
 
-/// The figures of a step's plan.
+/// The main numbers of a step's plan.
 #[derive(Debug, Clone, Serialize)]
 pub struct Report {
     /// Number of trained parameters.

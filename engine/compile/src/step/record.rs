@@ -26,7 +26,7 @@ pub(super) struct TrainStep {
     trace: Trace,
     /// The loss of a micro-batch.
     loss: Tensor,
-    /// The factor by which a micro-batch's loss enters the loss of the whole batch.
+    /// The weight of a micro-batch's loss in the loss of the whole batch.
     loss_weight: f64,
     gradients: Vec<Parameter>,
     outputs: Vec<Output>,

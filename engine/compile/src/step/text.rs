@@ -86,7 +86,7 @@ pub mod size {
     }
 }
 
-/// The reserve for routed rows, written as a factor or as text.
+/// The reserve for routed rows, written as a number (the factor of the balanced size) or as text.
 pub mod reserve {
     use gapless_alloc::arena::Reserve;
     use gapless_alloc::draw::Bytes;
@@ -94,7 +94,7 @@ pub mod reserve {
 
     use super::*;
 
-    /// Serializes as a factor, or as text.
+    /// Serializes [`Reserve::Balanced`] as a number, its factor. Serializes the other reserves as text.
     pub fn serialize<S: Serializer>(reserve: &Reserve, to: S) -> Result<S::Ok, S::Error> {
         match reserve {
             Reserve::Worst => to.serialize_str("worst"),
@@ -103,7 +103,7 @@ pub mod reserve {
         }
     }
 
-    /// Deserializes a factor, or text.
+    /// Deserializes a number, which is the factor of [`Reserve::Balanced`], or the text of another reserve.
     pub fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Reserve, D::Error> {
         let number = |factor| Reserve::Balanced { factor };
         let text = |text: &str| match (text, text.parse()) {

@@ -106,7 +106,7 @@ impl TrainingWindows {
     /// Allocates nothing.
     ///
     /// # Errors
-    /// Returns an error if the slices do not hold whole windows, if the windows reach past the end of the batch, or if
+    /// Returns an error if the slices do not hold whole windows, if the windows extend past the end of the batch, or if
     /// a read fails.
     pub fn fill(&self, step: u64, first: usize, inputs: &mut [u32], targets: &mut [u32]) -> Result<(), DataError> {
         fill(self.sequence(), self.batch, first, |index| self.start(step, index), inputs, targets)

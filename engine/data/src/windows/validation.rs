@@ -65,7 +65,7 @@ impl ValidationWindows {
     /// Writes windows `first..`, as many as the slices hold. Allocates nothing.
     ///
     /// # Errors
-    /// Returns an error if the slices do not hold whole windows, if the windows reach past the last one, or if a read
+    /// Returns an error if the slices do not hold whole windows, if the windows extend past the last one, or if a read
     /// fails.
     pub fn fill(&self, first: usize, inputs: &mut [u32], targets: &mut [u32]) -> Result<(), DataError> {
         fill(self.sequence(), self.count(), first, |index| self.start(index), inputs, targets)

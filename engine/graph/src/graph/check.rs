@@ -62,7 +62,7 @@ pub(super) fn view<'s>(layout: &Layout, outputs: &'s [Spec], root: &Spec) -> Res
             let (strides, start) = (layout.stride(), layout.start_offset());
             let dims = (output.dims(), root.dims());
             Err(format!(
-                "its view of {:?} with strides {strides:?} from element {start} on reaches beyond a tensor of {:?}",
+                "its view of {:?} with strides {strides:?} from element {start} on extends beyond a tensor of {:?}",
                 dims.0, dims.1
             ))
         }

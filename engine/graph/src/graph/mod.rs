@@ -36,9 +36,9 @@ pub enum Sequences {
     /// Each sequence holds the beginning of one text.
     #[default]
     Whole,
-    /// Each sequence continues a text. Earlier runs have left the keys and values of the text's past tokens in caches
-    /// ([`Source::Cache`]). Attention appends the keys and values of the new tokens to the caches, and reads those of
-    /// all tokens from there.
+    /// Each sequence continues a text. Caches ([`Source::Cache`]) have the keys and values of the text's past tokens,
+    /// which earlier runs have written. Attention appends the keys and values of the new tokens to the caches, and
+    /// reads those of all tokens from there.
     Continued {
         /// The position of each token in its text: u32 [batch, tokens]. The positions in a sequence are consecutive.
         positions: ValueId,
@@ -52,7 +52,7 @@ pub enum Sequences {
         document_starts: ValueId,
         /// The position of each token in its document: u32 [batch, tokens].
         positions: ValueId,
-        /// The factor of each token's loss: f32 [batch, tokens].
+        /// The weight of each token's loss: f32 [batch, tokens].
         weights: ValueId,
         /// The weight of each token in the statistics of a router: f32 [batch, tokens], 0 for padding, with a mean of 1
         /// over the batch.

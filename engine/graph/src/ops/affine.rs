@@ -10,7 +10,7 @@ use crate::{Gradient, Op};
 /// y = x·scale + shift.
 #[derive(Debug, Clone, Copy)]
 pub struct Affine {
-    /// Factor.
+    /// Multiplier of x.
     pub scale: f64,
     /// Summand.
     pub shift: f64,

@@ -24,7 +24,7 @@ use crate::{Gradient, Op};
 ///   which the gradient reads.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Attention {
-    /// Factor of the scores, usually 1/√(head size).
+    /// Multiplier of the scores, usually 1/√(head size).
     pub scale: f64,
     /// True if a token sees only itself and earlier tokens.
     pub causal: bool,

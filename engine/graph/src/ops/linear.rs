@@ -69,7 +69,7 @@ impl Op for Linear {
         forward(inputs[0].dims(), inputs[1].dims()).scratch(threads)
     }
 
-    /// The kernel converts bf16 factors when it packs them.
+    /// The kernel converts bf16 operands when it packs them.
     fn reads_bf16(&self, index: usize) -> bool {
         index < 2
     }
@@ -150,7 +150,7 @@ impl Op for LinearGradInput {
         Self::gemm(inputs[0].dims(), inputs[1].dims()).scratch(threads)
     }
 
-    /// The kernel converts bf16 factors when it packs them.
+    /// The kernel converts bf16 operands when it packs them.
     fn reads_bf16(&self, index: usize) -> bool {
         index < 2
     }
@@ -210,7 +210,7 @@ impl LinearGradWeight {
         Gemm::new(out, width, rows, Strides::transposed(out), Strides::row_major(width)).with_segment(sequence.max(1))
     }
 
-    /// Runs the kernel for factors stored in the type `T`.
+    /// Runs the kernel for operands stored in the type `T`.
     fn run_on<T: Factor>(&self, args: &mut Args<'_>) {
         let (d_weight, scratch) = (args.output::<f32>(0), &mut args.workspace());
         let (x, dy) = (args.input::<T>(0), args.input::<T>(1));
@@ -267,7 +267,7 @@ impl Op for LinearGradWeight {
         Self::gemm(inputs[0].dims(), inputs[1].dims()).scratch(threads)
     }
 
-    /// The kernel converts bf16 factors when it packs them.
+    /// The kernel converts bf16 operands when it packs them.
     fn reads_bf16(&self, index: usize) -> bool {
         index < 2
     }

@@ -58,7 +58,7 @@ impl Op for MatMul {
         product(&dense(&inputs[0]), &dense(&inputs[1])).scratch(threads)
     }
 
-    /// The kernel converts bf16 factors when it packs them.
+    /// The kernel converts bf16 operands when it packs them.
     fn reads_bf16(&self, _: usize) -> bool {
         true
     }
@@ -95,7 +95,7 @@ impl Op for MatMul {
     }
 }
 
-/// Runs the kernel for factors stored in the type `T`.
+/// Runs the kernel for operands stored in the type `T`.
 fn run_on<T: Factor>(args: &mut Args<'_>) {
     let (out, scratch) = (args.output::<f32>(0), &mut args.workspace());
     let ((a, a_layout), (b, b_layout)) = (args.strided::<T>(0), args.strided::<T>(1));

@@ -14,7 +14,7 @@ use crate::{Gradient, Op};
 /// as the loss of the whole batch.
 #[derive(Debug, Clone, Copy)]
 pub struct ScaledSum {
-    /// The factor of the sum: 1/count for a mean.
+    /// The multiplier of the sum: 1/count for a mean.
     pub scale: f64,
 }
 

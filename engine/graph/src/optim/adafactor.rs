@@ -25,7 +25,7 @@ pub struct Adafactor {
     /// Upper limit of the root mean square of a step, before the step is multiplied by the learning rate and the
     /// parameter's root mean square.
     pub clip_threshold: f64,
-    /// Lower limit of the factor by which a step is multiplied, which is otherwise the parameter's root mean square.
+    /// Lower limit of the multiplier of a step. The multiplier is the parameter's root mean square if that is larger.
     pub least_scale: f64,
     /// Decoupled weight decay of matrices; vectors do not decay.
     pub weight_decay: f64,
@@ -196,7 +196,7 @@ impl AdafactorUpdate {
     }
 }
 
-/// The factors that one step applies to every element.
+/// The values that one step applies to every element.
 #[derive(Clone, Copy)]
 struct UpdateSizes {
     clip: f32,

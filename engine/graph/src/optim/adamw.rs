@@ -109,7 +109,7 @@ impl AdamW {
         self.sum_dtype(parameter) != parameter.dtype
     }
 
-    /// Returns the factors of a step for the f32 kernels, or `None` if the norm is not finite and the step must be
+    /// Returns the multipliers of a step for the f32 kernels, or `None` if the norm is not finite and the step must be
     /// skipped.
     pub(super) fn step_factors(&self, decay: f64, norm: f32, scalars: &[f32]) -> Option<AdamWStep> {
         norm.is_finite().then(|| AdamWStep {
@@ -147,14 +147,14 @@ impl AdamW {
     }
 }
 
-/// The factors that one step of AdamW applies to every element.
+/// The multipliers that one step of AdamW applies to every element.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct AdamWStep {
     clip: f32,
     beta1: f32,
     beta2: f32,
     eps: f32,
-    /// Factor of the parameter for weight decay: 1 − lr·decay.
+    /// Multiplier of the parameter for weight decay: 1 − lr·decay.
     pub keep: f32,
     /// Learning rate divided by the bias correction of the first moment.
     pub step: f32,

@@ -211,8 +211,8 @@ mod tests {
         assert_eq!(exact::values(16).last(), Some(&f64::from(GREATEST)));
     }
 
-    /// Returns the allowed error of an element: half a step of the mantissa or `spacings` times the even spacing,
-    /// whichever is larger, plus a few roundings to f32.
+    /// Returns the allowed error of an element. This is the larger of two values, plus a few roundings to f32: half a
+    /// unit in the last place of the 3-bit mantissa, and `spacings` times the spacing of the evenly spaced range.
     fn allowed(x: f64, greatest: f64, exponents: i32, spacings: f64) -> f64 {
         let spacing = 2f64.powi(-exponents - 1) * greatest / f64::from(GREATEST);
         (x.abs() / 16.0).max(spacings * spacing) * (1.0 + 1e-6)

@@ -31,7 +31,7 @@ pub struct GaLore {
     pub rank: usize,
     /// Number of steps after which a projection is recomputed.
     pub refresh_steps: u64,
-    /// Factor of the steps of projected weights.
+    /// Multiplier of the steps of projected weights.
     pub alpha: f64,
 }
 

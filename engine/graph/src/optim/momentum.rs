@@ -40,9 +40,9 @@ pub(super) struct MomentumUpdate {
     /// Name of the operation.
     pub name: &'static str,
     pub direction: Direction,
-    /// Factor of the old moment in the new one.
+    /// Weight of the old moment in the new one.
     pub moment_factor: f64,
-    /// Factor of the gradient in the new moment.
+    /// Weight of the gradient in the new moment.
     pub gradient_factor: f64,
     pub decay: f64,
     /// The maximum global norm of the gradients. Gradients with a larger norm are scaled down to this norm.

@@ -49,7 +49,7 @@ impl Tensor {
         }
     }
 
-    /// Returns the factors of the losses of `targets` if documents are packed, and `None` if not.
+    /// Returns the weights of the losses of `targets` if documents are packed, and `None` if not.
     ///
     /// # Errors
     /// Returns an error if documents are packed and there is not exactly one target per token.

@@ -37,7 +37,7 @@ pub fn exp(x: f32) -> f32 {
     let q = q.mul_add(r, 0.5);
     let power = (r * r).mul_add(q, r) + 1.0;
 
-    // 2ⁿ is applied as two factors, because n reaches 128 and −150.
+    // 2ⁿ is applied as a product of two powers, because n can be as large as 128 and as small as −150.
     let n = rounded.to_bits().wrapping_sub(ROUND.to_bits()) as i32;
     let half = n >> 1;
     power * power_of_two(half) * power_of_two(n.wrapping_sub(half))

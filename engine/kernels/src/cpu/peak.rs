@@ -1,5 +1,5 @@
-//! The multiply-add rates that one core reaches in registers alone, and the choice of how products of two bf16
-//! factors are computed.
+//! The multiply-add rates that one core reaches in registers alone, and the choice of how products of two bf16 operands
+//! are computed.
 //!
 //! `vdpbf16ps` multiplies twice as many elements as an f32 multiply-add, but some processors start it at half the rate
 //! or less. For example, an Intel Xeon with AVX-512-BF16 reached 100 GFLOP/s per core with `vdpbf16ps`, but 196 GFLOP/s
@@ -11,7 +11,7 @@ use std::time::Instant;
 
 use super::simd::{Level, Vector};
 
-/// The method of computing products of two bf16 factors. The two methods round differently.
+/// The method of computing products of two bf16 operands. The two methods round differently.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Bf16Products {
     /// Two products at a time, with `vdpbf16ps` of AVX-512.
@@ -75,7 +75,7 @@ impl Peak {
         Self { f32: rate(loops::of(Level::best())), bf16_pairs: loops::of_pairs().map(rate) }
     }
 
-    /// Returns the rate of products of two bf16 factors, with the [chosen](Bf16Products::chosen) method.
+    /// Returns the rate of products of two bf16 operands, with the [chosen](Bf16Products::chosen) method.
     pub fn bf16(self) -> f64 {
         match Bf16Products::chosen() {
             Bf16Products::Pairs => self.bf16_pairs.unwrap_or(self.f32),
@@ -101,7 +101,7 @@ pub fn has_amx() -> bool {
 }
 
 /// Independent accumulators: enough to hide the latency of two multiply-adds per cycle.
-const SUMS: usize = 16;
+const SUMS: usize = 12;
 /// Iterations of one measurement, and the number of measurements. Only the fastest measurement counts.
 const TURNS: usize = 2000;
 const ROUNDS: usize = 8;
@@ -126,14 +126,21 @@ unsafe fn multiply_add<V: Vector>(turns: usize) -> f32 {
     // SAFETY: the wrapper into which this is inlined has the features. The array has room for every vector.
     unsafe {
         let (x, y) = (V::splat(black_box(1.0)), V::splat(black_box(0.0)));
-        let mut sums = [V::splat(black_box(0.0)); SUMS];
+        // If all sums began with one value, the compiler might rotate them through registers in each iteration.
+        let mut sums = [V::splat(0.0); SUMS];
+        for i in 0..SUMS {
+            sums[i] = V::splat(black_box(i as f32));
+        }
         for _ in 0..turns {
             for i in 0..SUMS {
                 sums[i] = x.mul_add(y, sums[i]);
             }
         }
         let mut lanes = [0.0; 16];
-        let sum = sums.into_iter().fold(V::splat(0.0), |sum, x| sum.add(x));
+        let mut sum = sums[0];
+        for i in 1..SUMS {
+            sum = sum.add(sums[i]);
+        }
         sum.store(lanes.as_mut_ptr());
         lanes[0]
     }

@@ -15,7 +15,7 @@ use half::bf16;
 use super::bf16::rounded;
 
 /// An instruction set that kernels are compiled for. Results have the same bits on all levels, with one exception:
-/// [`Level::Avx512`] may multiply bf16 factors [in pairs](super::peak::Bf16Products).
+/// [`Level::Avx512`] may multiply bf16 operands [in pairs](super::peak::Bf16Products).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Level {
     /// Arrays of eight floats, which the compiler vectorizes as far as the target allows.
@@ -86,7 +86,7 @@ pub(super) fn prefetch_far(at: *const f32) {
 /// floats at the pointer, which need not be aligned.
 pub(super) trait Vector: Copy {
     const LANES: usize;
-    /// True if a lane of a factor holds two bf16 values, adjacent along k. [`Vector::mul_add`] then adds both
+    /// True if a lane of an operand holds two bf16 values, adjacent along k. [`Vector::mul_add`] then adds both
     /// products to a sum.
     const IS_PAIRS: bool = false;
 
@@ -167,7 +167,7 @@ vector!(__m256, 8, _mm256_set1_ps, _mm256_loadu_ps, _mm256_storeu_ps, _mm256_add
 #[cfg(target_arch = "aarch64")]
 vector!(float32x4_t, 4, vdupq_n_f32, vld1q_f32, vst1q_f32, vaddq_f32, mul_add_4, transpose_4);
 
-/// A register of f32 sums, or of pairs of bf16 factors, depending on the use.
+/// A register of f32 sums, or of pairs of bf16 operands, depending on the use.
 #[cfg(target_arch = "x86_64")]
 #[derive(Clone, Copy)]
 pub(super) struct Pairs(__m512);

@@ -1,8 +1,8 @@
 //! The threads that run a step.
 //!
-//! They form a rayon pool. One of its threads waits for whole steps and runs them, so a step begins inside the pool.
-//! `ThreadPool::install` from outside would put a job into rayon's shared queue, which allocates a block now and
-//! then.
+//! These threads form a rayon pool. One of them waits for steps and starts each step, so a step begins inside the pool.
+//! Calling `ThreadPool::install` from a thread outside the pool would put a job into rayon's shared queue, which
+//! sometimes allocates a block.
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};

@@ -1,7 +1,7 @@
 //! cuBLASLt for [`Product`]s.
 //!
 //! cuBLASLt's matrices are column-major. A row-major matrix that is read as column-major is its own transpose. So
-//! cuBLASLt is asked for cᵀ = bᵀ·aᵀ, with b as its first factor.
+//! cuBLASLt is asked for cᵀ = bᵀ·aᵀ, with b as its first operand.
 
 use std::collections::HashMap;
 use std::ffi::c_void;

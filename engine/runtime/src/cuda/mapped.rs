@@ -81,9 +81,9 @@ impl Mapped {
         all.named(name, "cuMemSetAccess")
     }
 
-    /// Gives the host's other devices access to the memory, if they can reach it. This is needed because NCCL makes
-    /// the GPUs of one process access each other's memory directly (NCCL's guide, `NCCL_P2P_DIRECT_DISABLE`), and
-    /// mapped memory is only accessible to its own device by default.
+    /// Gives all other devices of the host access to the memory, if they can access this device. This is needed because
+    /// NCCL makes the GPUs of one process access each other's memory directly (NCCL's guide,
+    /// `NCCL_P2P_DIRECT_DISABLE`), and mapped memory is only accessible to its own device by default.
     ///
     /// # Errors
     /// Returns the driver's error.

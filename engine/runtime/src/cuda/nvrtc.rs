@@ -415,6 +415,6 @@ mod tests {
         let text = wrong.unwrap_err().to_string();
         assert!(text.contains("wrong.cu(2)") && text.contains("identifier \"y\" is undefined"), "{text}");
         let text = nvrtc.compile(Family::Norm, Architecture::new(1, 0)).unwrap_err().to_string();
-        assert!(text.contains("cannot compile for sm_10; it knows sm_"), "{text}");
+        assert!(text.contains("cannot compile for sm_10; it supports sm_"), "{text}");
     }
 }

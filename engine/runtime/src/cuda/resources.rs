@@ -1,8 +1,8 @@
 //! The resources that a kernel uses: registers, stack, spills and shared memory.
 //!
-//! - In: the log of NVRTC. Its assembler reports these figures if `--ptxas-options=-v` is given.
-//! - Out: the figures of each kernel.
-//! - Never: figures for a kernel that the log does not mention.
+//! - In: the log of NVRTC. Its assembler reports resources if `--ptxas-options=-v` is given.
+//! - Out: the resources of each kernel.
+//! - Never: resources of a kernel that the log does not mention.
 
 use serde::Serialize;
 

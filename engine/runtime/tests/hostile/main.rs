@@ -44,16 +44,17 @@ enum Outcome {
 
 const DIMS: (usize, usize) = (8, 4);
 
-/// Builds and runs a graph. It begins with a parameter and a copy of it. The operations follow. The graph ends with a
-/// copy of the last output, which the host reads. The inputs of each operation are the parameter's copy, the row
-/// offsets, and all outputs of the operations that the graph has accepted before. Operations answer the same before and
-/// after they are recorded.
+/// Builds and runs a graph that consists of a parameter, a copy of the parameter, the operations, and a copy of the
+/// last output, which the host reads. The inputs of each operation are the parameter's copy, the row offsets, and the
+/// outputs of all earlier operations that the graph has accepted. The methods of an operation return the same results
+/// before and after the operation is recorded.
 fn outcome(dtype: DType, operations: &[Answers], reserve: Reserve, micro_batches: u32) -> Outcome {
     let operations: Vec<_> = operations.iter().map(|answers| [answers.clone(), answers.clone()]).collect();
     changing(dtype, &operations, reserve, micro_batches)
 }
 
-/// Like [`outcome`], but operations give one answer while they are recorded and another afterwards.
+/// Like [`outcome`], but an operation's methods return the first [`Answers`] until the operation is recorded, and the
+/// second ones afterwards.
 fn changing(dtype: DType, operations: &[[Answers; 2]], reserve: Reserve, micro_batches: u32) -> Outcome {
     let refused = |error: &dyn std::fmt::Display| Outcome::Refused(error.to_string());
     let graph = Arc::new(Mutex::new(Graph::default()));
@@ -150,7 +151,8 @@ fn layout(dims: &[usize], strides: &[usize], start: usize) -> Layout {
     Layout::new(dims.into(), strides.to_vec(), start)
 }
 
-/// Each case has an operation's answers and a part of the expected refusal, or `None` if the step should run.
+/// Each case has the results of an operation's methods, and a substring of the expected error or `None` if the step
+/// should run.
 #[test]
 fn what_operations_say_is_checked() {
     let answers = || Answers::of(vec![same()]);

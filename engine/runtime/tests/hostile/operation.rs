@@ -1,4 +1,4 @@
-//! An operation that describes itself with arbitrary answers. Its kernel checks that its operands do not overlap.
+//! An operation whose methods return arbitrary results. Its kernel checks that its operands do not overlap.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -100,7 +100,7 @@ fn seen(args: &Args<'_>, index: usize) -> Vec<u8> {
     }
 }
 
-/// An operation whose answers may change once it is recorded in a graph.
+/// An operation whose methods may return other results once it is recorded in a graph.
 #[derive(Debug)]
 pub struct Hostile {
     pub answers: [Answers; 2],

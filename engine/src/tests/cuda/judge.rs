@@ -292,7 +292,7 @@ fn run(
     }
     assert!(pieces.iter().all(Region::is_intact), "{op:?} writes beside its workspace");
     let are_back = tickets.is_intact() && tickets.bytes().iter().all(|&byte| byte == 0);
-    assert!(are_back, "{op:?} leaves tickets behind, or writes beside them");
+    assert!(are_back, "{op:?} does not reset its tickets to 0, or writes beside them");
     Some(of_output)
 }
 

@@ -72,7 +72,7 @@ pub fn gelu(x: f64) -> (f64, f64) {
 /// Returns the address and type of an element.
 fn at((matrix, skip): (Matrix, u64), row: u64, column: u64) -> (u64, DType) {
     let (outer, inner) = if matrix.is_transposed { (column, row) } else { (row, column) };
-    assert!(inner < matrix.pitch, "rows that reach into each other");
+    assert!(inner < matrix.pitch, "rows that overlap");
     let element = skip + outer * matrix.pitch + inner;
     (matrix.address + element * matrix.dtype.size_in_bytes() as u64, matrix.dtype)
 }
@@ -119,7 +119,7 @@ fn linear_layers() {
     }
 }
 
-/// Plain and transposed factors, leading dimensions whose order in memory is different, and single rows or columns.
+/// Plain and transposed operands, leading dimensions whose order in memory is different, and single rows or columns.
 #[test]
 fn matrix_products() {
     let product = |a: &Tensor, b: &Tensor| Tensor::apply_op::<1>(MatMul, &[a, b]).map(|[c]| c);
@@ -161,7 +161,7 @@ fn factors_that_are_no_matrices() {
             let span: usize = 1 + dims.iter().zip(strides).map(|(dim, stride)| (dim - 1) * stride).sum::<usize>();
             Stored { data: (0..span).map(|i| numbers.normal(i)).collect(), layout, dtype }.rounded()
         };
-        // The left factor, the right factor, or both have such a layout.
+        // The left operand, the right operand, or both have such a layout.
         let [row, column] = strides;
         let (odd, dense) = (stored([2, 4, 5], [0, row, column]), stored([2, 4, 5], [20, 5, 1]));
         let turn = |x: &Stored| Stored { layout: x.layout.transpose(1, 2).unwrap(), ..x.clone() };

@@ -268,8 +268,8 @@ fn ranks_save_and_resume() {
     alone.iter().zip(expected[0]).for_each(|(alone, ranks)| expect_near("loss or norm", *alone, ranks, part));
 }
 
-/// If a rank leaves, the other ranks report an error that says what they were waiting for. After that, they cannot be
-/// used.
+/// If a rank drops its communicator, the other ranks report an error that says what they were waiting for. After that,
+/// they cannot be used.
 #[test]
 fn a_rank_that_leaves_is_named() {
     if !host::is_there() {

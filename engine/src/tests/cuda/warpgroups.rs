@@ -8,7 +8,7 @@ use super::memory::Region;
 use super::{gpu, host};
 use crate::cuda::{Family, Generated, Kernel, Launch};
 
-/// A kernel that adds one product to ones. Its factors are in an image of shared memory; the left factor may be in
+/// A kernel that adds one product to ones. Its operands are in an image of shared memory; the left operand may be in
 /// registers instead.
 const SOURCE: &str = r#"#include "warpgroup.cuh"
 
@@ -221,7 +221,7 @@ fn run(
     Ok(sums)
 }
 
-/// Returns the registers of a left factor, thread by thread, according to "Register fragments" of A.
+/// Returns the registers of a left operand, thread by thread, according to "Register fragments" of A.
 fn registers(a: &dyn Fn(usize, usize) -> f32) -> Vec<u8> {
     let mut bytes = Vec::new();
     for thread in 0..128 {
@@ -234,7 +234,7 @@ fn registers(a: &dyn Fn(usize, usize) -> f32) -> Vec<u8> {
     bytes
 }
 
-/// Tests every layout of each factor. The factors start at the beginning of an image, or inside of it.
+/// Tests every layout of each operand. The operands start at the beginning of an image, or inside of it.
 #[test]
 fn are_of_what_descriptors_say() {
     if !host::is_there() || !host::has_warpgroups() {
@@ -246,8 +246,8 @@ fn are_of_what_descriptors_say() {
     for columns in [64, 128, 256] {
         for (index, mode) in MODES.into_iter().enumerate() {
             for are_columns in [false, true] {
-                // The image of the left factor has additional rows before the factor's rows. Both images have
-                // additional elements along k before the factor. If elements are contiguous along k, all of them are
+                // The image of the left operand has additional rows before the operand's rows. Both images have
+                // additional elements along k before the operand. If elements are contiguous along k, all of them are
                 // in one row of the swizzling pattern.
                 let width = 8 * mode.cells;
                 let of_a = MODES[(index + 1) % 4];

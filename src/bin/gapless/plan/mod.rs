@@ -90,7 +90,7 @@ fn step(arguments: &Arguments) -> anyhow::Result<Fit> {
             let ids = (0..problem.len()).map(|index| index.to_string()).collect();
             table::place_table(arguments, &Table::new(ids, problem), step.title())
         }
-        _ => bail!("the step of an eager framework is planned one rank at a time; choose it with --rank"),
+        _ => bail!("the step of an eager framework is planned one rank at a time; choose the rank with --rank"),
     }
 }
 

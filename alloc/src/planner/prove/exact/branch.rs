@@ -1,8 +1,8 @@
 //! The search of one worker. A worker picks the clique for the next step, tries the cases of this clique and remembers
 //! the states that failed.
 //!
-//! In: a part, a capacity and a number of visits. Out: a plan, a proof that there is none, or the answer that the
-//! visits are spent. A state that the worker remembers as failed is not searched again.
+//! In: a part, a capacity and a number of visits. Out: a plan, a proof that there is none, or the result that the
+//! visits were not enough. A state that the worker remembers as failed is not searched again.
 
 use std::cmp::Reverse;
 use std::collections::HashSet;

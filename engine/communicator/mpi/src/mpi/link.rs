@@ -128,7 +128,7 @@ impl Link {
             }
             std::thread::sleep(Duration::from_millis(1));
         }
-        super::say(&format!("{text}; MPI does not answer, so this process ends itself"));
+        super::say(&format!("{text}; MPI does not respond, so this process ends itself"));
         std::process::abort();
     }
 

@@ -61,7 +61,7 @@ struct Shared {
 
 impl Mpi {
     /// Starts MPI and returns the world. From then on, a panic on any thread ends all processes. When the last
-    /// communicator is dropped, the process leaves MPI. The process then waits until all other ranks leave MPI too.
+    /// communicator is dropped, the process shuts MPI down. For that it waits until all other ranks shut MPI down too.
     ///
     /// # Errors
     /// Returns an error if MPI was started before, or if variables of another launcher (`RANK`, …) give this process
@@ -77,8 +77,8 @@ impl Mpi {
         };
         let Started { rank, size, largest_tag } =
             place.recv().map_err(|_| CommunicatorError::Thread("it ended while MPI was starting".into()))??;
-        // It is an error if variables in the environment contradict MPI. The process then ends without leaving MPI,
-        // because leaving would wait for the other ranks. The launcher ends the job when a process ends in this way.
+        // It is an error if variables in the environment contradict MPI. The process then ends without MPI's shutdown,
+        // which would wait for the other ranks. The launcher ends the job when a process ends in this way.
         if let Some(found) = World::discover()? {
             found.agree_with_mpi(rank, size)?;
         }

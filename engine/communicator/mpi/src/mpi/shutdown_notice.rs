@@ -1,5 +1,5 @@
-//! Shutdown notices. A rank that leaves properly notifies all others. If another rank still waits for this rank, the
-//! notice shows that the wait is in vain.
+//! Shutdown notices. A rank that shuts down properly notifies all others. If another rank still waits for a message of
+//! this rank, it learns from the notice that the message will not arrive.
 
 use std::time::{Duration, Instant};
 
@@ -60,8 +60,8 @@ impl ShutdownNotices {
         Ok(())
     }
 
-    /// True if the notices of all ranks, and this rank's notices to all others, have arrived. The process may then
-    /// leave MPI.
+    /// True if the notices of all ranks, and this rank's notices to all others, have arrived. The process may then shut
+    /// MPI down.
     pub(super) fn all_arrived(&mut self) -> Result<bool> {
         self.listen()?;
         while let Some(request) = self.said.last_mut() {

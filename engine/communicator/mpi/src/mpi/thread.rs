@@ -32,7 +32,7 @@ pub(super) enum Command {
     Split { group: usize, color: usize, key: usize, members: Arc<[usize]>, answer: Sender<usize> },
     /// End all processes. `slot` is the operation whose wait exceeded the timeout, if any.
     Abort { text: String, slot: Option<usize> },
-    /// Leave MPI together with the other ranks.
+    /// Shut MPI down, together with the other ranks.
     Finish,
 }
 
@@ -47,12 +47,12 @@ pub(super) struct Started {
     pub(super) largest_tag: u64,
 }
 
-/// Number of polls without sleeping after the last progress. Further polls are separated by an interval. Sleeping
-/// leaves the core to the threads that compute, while the interval bounds the delay of a message.
+/// Number of polls without sleeping after the last progress. Further polls are separated by an interval. While the
+/// thread sleeps, its core is free for the threads that compute. The interval bounds the delay of a message.
 const EAGER_POLLS: u32 = 2000;
 const INTERVAL: Duration = Duration::from_micros(50);
 
-/// The time for which messages of a rank that has left may still be in transit.
+/// The time for which messages of a rank that has shut down may still be in transit.
 const GRACE: Duration = Duration::from_secs(2);
 
 /// Runs the MPI thread. Any failure in this thread ends all processes, because MPI may still access lent memory, so the

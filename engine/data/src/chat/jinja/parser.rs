@@ -13,7 +13,7 @@ pub(super) struct Parser {
     pub(super) depth: usize,
     /// Number of nodes on the longest path from the root of the last parsed expression to a leaf.
     pub(super) height: usize,
-    /// Errors for unknown filters and tests. They reject the template even if no rendering reaches them.
+    /// Errors for unknown filters and tests. They reject the template even if no rendering evaluates them.
     pub(super) unknown: Vec<Fault>,
     /// For each macro being parsed, the special variables that its body uses.
     pub(super) uses: Vec<Uses>,

@@ -79,12 +79,12 @@ pub struct RouterConfig {
     /// While training, the router's input is multiplied by random factors between 1 − jitter and 1 + jitter (Switch,
     /// arXiv 2101.03961).
     pub jitter: f64,
-    /// The factor of the load-balance loss experts/k · Σ fᵉ·Pᵉ. fᵉ is the share of expert e in the choices of a
+    /// The weight of the load-balance loss experts/k · Σ fᵉ·Pᵉ. fᵉ is the share of expert e in the choices of a
     /// sequence, and Pᵉ is the mean score of expert e. The loss is averaged over sequences, as in DeepSeek-V3 (Switch
     /// uses one sequence). With packed documents, it is computed per document and averaged over the tokens that are not
     /// padding.
     pub balance_loss: f64,
-    /// The factor of the mean of (ln Σ e^logit)² (ST-MoE, arXiv 2202.08906).
+    /// The weight of the mean of (ln Σ e^logit)² in the loss (ST-MoE, arXiv 2202.08906).
     pub z_loss: f64,
     /// The amount by which the bias of an expert changes per step. The bias is added to the expert's scores when
     /// experts are chosen. It rises if the expert has less than the mean load, and falls if the expert has more (Wang

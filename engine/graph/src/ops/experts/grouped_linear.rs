@@ -124,7 +124,7 @@ impl Op for GroupedLinear {
         forward(inputs[0].dims()[0], out, width).scratch_grouped(threads)
     }
 
-    /// The kernel converts bf16 factors when it packs them.
+    /// The kernel converts bf16 operands when it packs them.
     fn reads_bf16(&self, index: usize) -> bool {
         index < 2
     }
@@ -185,7 +185,7 @@ impl Op for GroupedLinearGradInput {
         backward(inputs[0].dims()[0], out, width).scratch_grouped(threads)
     }
 
-    /// The kernel converts bf16 factors when it packs them.
+    /// The kernel converts bf16 operands when it packs them.
     fn reads_bf16(&self, index: usize) -> bool {
         index < 2
     }
@@ -234,7 +234,7 @@ impl GroupedLinearGradWeight {
         Gemm::new(out, width, x[0], Strides::transposed(out), Strides::row_major(width))
     }
 
-    /// Runs the kernel for factors stored in the type `T`.
+    /// Runs the kernel for operands stored in the type `T`.
     fn run_on<T: Factor>(&self, args: &mut Args<'_>) {
         let accumulate = args.accumulate(0);
         let (d_weight, mut scratch) = (args.output::<f32>(0), args.workspace());
@@ -282,7 +282,7 @@ impl Op for GroupedLinearGradWeight {
         Self::most(inputs[0].dims(), inputs[1].dims()).scratch_grouped(threads)
     }
 
-    /// The kernel converts bf16 factors when it packs them.
+    /// The kernel converts bf16 operands when it packs them.
     fn reads_bf16(&self, index: usize) -> bool {
         index < 2
     }

@@ -37,7 +37,7 @@ pub(super) struct HeadOperands<'a> {
     pub losses: u64,
     /// Address to which the likelihoods are written; 0 if the likelihoods are not an output.
     pub likelihoods: u64,
-    /// Address of the factors of the losses; 0 if the losses have no factors.
+    /// Address of the weights of the losses; 0 if the losses have no weights.
     pub weights: u64,
 }
 

@@ -25,10 +25,10 @@ use crate::{Gradient, Op};
 
 /// The loss −log softmax(x·Wᵀ)`[target]`.
 ///
-/// - Inputs: x [.., width], weight W [vocabulary, width], targets [..], and optionally a factor of each loss, f32 [..].
+/// - Inputs: x [.., width], weight W [vocabulary, width], targets [..], and optionally a weight of each loss, f32 [..].
 /// - Output 0: the losses [..], including the additional terms of [`Self::with_terms`].
 /// - With [`Self::with_likelihoods`], the next output is −log softmax without additional terms, multiplied by the same
-///   factors. It has no gradient.
+///   weights. It has no gradient.
 /// - If the gradient of the losses is known ([`Self::new`]), the last outputs are dx and d_weight.
 #[derive(Debug, Clone, Copy)]
 pub struct LinearCrossEntropy {
@@ -170,7 +170,7 @@ impl Op for LinearCrossEntropy {
         Chunks::of(inputs).scratch(self.products(), threads)
     }
 
-    /// The kernel converts bf16 factors when it packs them.
+    /// The kernel converts bf16 operands when it packs them.
     fn reads_bf16(&self, index: usize) -> bool {
         index < 2
     }
@@ -283,7 +283,7 @@ impl Op for LinearCrossEntropyGrad {
         [vec![4 * chunks.rows as u64], chunks.scratch(products, threads)].concat()
     }
 
-    /// The kernel converts bf16 factors when it packs them.
+    /// The kernel converts bf16 operands when it packs them.
     fn reads_bf16(&self, index: usize) -> bool {
         index < 2
     }

@@ -98,7 +98,7 @@ pub(super) struct Backward<'a> {
 #[derive(Clone, Copy)]
 pub(super) enum Upstream<'a> {
     Everywhere(f32),
-    /// A constant times the factor of each row.
+    /// A constant times the weight of each row.
     Weighted(f32, &'a [f32]),
     Each(&'a [f32], &'a Layout),
 }
@@ -114,8 +114,8 @@ impl Upstream<'_> {
 }
 
 /// Computes the loss of each row of logits. Where `d_loss` returns a value, replaces the row's logits by their
-/// gradient, which is (softmax − one-hot)·d_loss without additional terms or a cap. Other rows of logits are left with
-/// intermediate values.
+/// gradient, which is (softmax − one-hot)·d_loss without additional terms or a cap. Other rows of logits have
+/// unspecified values afterwards.
 fn cross_entropy(
     logits: &mut [f32],
     targets: &[u32],

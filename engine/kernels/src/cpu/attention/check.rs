@@ -43,13 +43,13 @@ pub enum AttentionError {
     TooShort {
         /// Name of the tensor, or "scratch" for one of its pieces.
         operand: &'static str,
-        /// Number of elements from the first to the last that the strides reach.
+        /// Number of elements that the slice must have: the largest offset that the strides address, plus one.
         needed: usize,
         /// Elements that were given.
         given: usize,
     },
     /// A tensor's extent overflows the address space.
-    #[error("{operand}'s strides reach beyond the address space; correct them")]
+    #[error("{operand}'s strides address elements outside the address space; correct them")]
     TooLarge {
         /// Name of the tensor.
         operand: &'static str,
@@ -140,8 +140,8 @@ impl Attention {
         at_least(operand, needed, given)
     }
 
-    /// Checks that no two elements of a tensor share an address: each stride must exceed the combined reach of all
-    /// smaller ones.
+    /// Checks that no two elements of a tensor share an address: each stride must exceed the largest offset that all
+    /// smaller strides together address.
     pub(super) fn check_apart(
         &self,
         operand: &'static str,

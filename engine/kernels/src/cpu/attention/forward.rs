@@ -291,7 +291,7 @@ impl<T: Factor> Task<'_, T> {
 }
 
 impl Instructions {
-    /// Packs a `k` × `columns` matrix as panels of B, the right factor of a product.
+    /// Packs a `k` × `columns` matrix as panels of B, the right operand of a product.
     ///
     /// # Safety
     /// The matrix must be readable, and `to` must have room for its panels.
@@ -313,7 +313,7 @@ impl Instructions {
         }
     }
 
-    /// Rounds the first `columns` elements of each row to pairs of bf16. The rows are those of A, the left factor of a
+    /// Rounds the first `columns` elements of each row to pairs of bf16. The rows are those of A, the left operand of a
     /// product. `to` may equal `from`.
     ///
     /// # Safety
@@ -325,7 +325,7 @@ impl Instructions {
         }
     }
 
-    /// Packs `size` elements of each of a head's tokens as rows of A, the left factor of a product.
+    /// Packs `size` elements of each of a head's tokens as rows of A, the left operand of a product.
     ///
     /// # Safety
     /// The tokens must exist, and `panel` must have room for their rows.

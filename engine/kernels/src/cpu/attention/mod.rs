@@ -74,7 +74,7 @@ pub struct Attention {
     pub head_size: usize,
     /// Number of elements of a head of values or outputs, at most [`MAX_HEAD_SIZE`].
     pub value_size: usize,
-    /// Positive factor of the scores, usually 1/√`head_size`.
+    /// Positive multiplier of the scores, usually 1/√`head_size`.
     pub scale: f32,
     /// The keys that a query can see.
     pub mask: Mask,
@@ -251,7 +251,7 @@ impl Attention {
     ///
     /// # Safety
     /// - [`Attention::forward`] must accept the shape.
-    /// - The operands must be valid as far as their strides reach, and `scratch` must have the pieces of
+    /// - Every element that an operand's strides address must be valid, and `scratch` must have the pieces of
     ///   [`Attention::forward_scratch`]`(rayon::current_num_threads())`.
     /// - Written operands must not overlap any other operand. No other code may write an operand during the call.
     pub unsafe fn forward_raw<T: Factor>(&self, operands: Forward<T>, scratch: &mut Scratch<'_>) {

@@ -66,7 +66,7 @@ impl Rows {
     /// `x` and `y` must be readable for `len` elements.
     #[inline]
     pub unsafe fn dot<T: Factor>(&self, x: *const T, y: *const T, len: usize) -> f32 {
-        // SAFETY: by this function's contract. A factor whose type is not f32 is bf16.
+        // SAFETY: by this function's contract. Operands are f32 or bf16.
         unsafe {
             match (T::as_f32(x), T::as_f32(y)) {
                 (Some(x), Some(y)) => (self.dot_f32)(from_raw_parts(x, len), from_raw_parts(y, len)),

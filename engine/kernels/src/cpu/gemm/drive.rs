@@ -68,8 +68,8 @@ impl<A, B> Operands<'_, A, B> {
 }
 
 /// # Safety
-/// - As far as the shape and strides reach, A, B, bias and residual must be readable, and C and its rounded form
-///   writable.
+/// - Every element that the shape and strides address must be readable in A, B, bias and residual, and writable in C
+///   and its rounded form.
 /// - Different operands must not overlap. An operand must not overlap itself beyond what [`Gemm::run`] allows.
 /// - During the call, no other code may write an operand.
 /// - The scratch must have the pieces of `operands.packing`, which must have been created for this product.
@@ -372,7 +372,7 @@ unsafe fn multiply<A: Factor, B: Factor>(
     }
 }
 
-/// Computes some columns of a few rows of C for all of k. Both factors are contiguous along k and are read in place.
+/// Computes some columns of a few rows of C for all of k. Both operands are contiguous along k and are read in place.
 /// Each vector of columns is finished before the next one begins, so that B is read, and prefetched, in memory order.
 ///
 /// # Safety

@@ -160,8 +160,8 @@ impl Gemm {
     }
 
     /// # Safety
-    /// For each group, as far as the group's shape and the strides reach, A and B must be readable and C writable.
-    /// The groups' C must not overlap.
+    /// For each group, every element that the group's shape and the strides address must be readable in A and B, and
+    /// writable in C. The groups' C must not overlap.
     #[expect(clippy::too_many_arguments, reason = "the operands of a product")]
     unsafe fn drive_groups<'s, A: Factor, B: Factor>(
         &self,

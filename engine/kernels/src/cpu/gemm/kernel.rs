@@ -18,7 +18,7 @@ use crate::cpu::Float;
 use crate::cpu::peak::Bf16Products;
 #[cfg(target_arch = "x86_64")]
 use crate::cpu::simd::Pairs;
-use crate::cpu::simd::{Lanes, Level, Vector, prefetch_far};
+use crate::cpu::simd::{Lanes, Level, Vector, prefetch, prefetch_far};
 
 /// Distance between rows of A in [`Layout::Rows`]. If it were a multiple of 1024, the rows would share cache sets.
 pub const ROW_STRIDE: usize = 400;
@@ -63,7 +63,7 @@ pub struct Tile {
     pub epilogue: RawEpilogue,
 }
 
-/// An element type of factors: f32 or bf16.
+/// An element type of a product's operands: f32 or bf16.
 pub trait Factor: Float {
     /// True for bf16.
     const IS_BF16: bool;
@@ -88,7 +88,7 @@ pub trait Factor: Float {
     /// The requirements of [`Kernels::pack_panel`] apply.
     unsafe fn pack_panel(kernels: &Kernels, source: &pack::Source<Self>, k: usize, columns: usize, to: *mut f32);
 
-    /// Returns the factors if they are f32, or `None` if they are bf16.
+    /// Returns the address of an operand's elements if they are f32, or `None` if they are bf16.
     fn as_f32(factors: *const Self) -> Option<*const f32>;
 }
 
@@ -163,7 +163,7 @@ type Micro = unsafe fn(&Tile);
 pub struct Kernels {
     /// Columns of a panel of B.
     pub columns: usize,
-    /// Number of k that one line of packed factors holds: 1, or 2 for pairs of bf16.
+    /// Number of k that one line of packed operands holds: 1, or 2 for pairs of bf16.
     pub k_of_line: usize,
     /// Micro-kernels, indexed by the layout of A, and then by the number of rows − 1.
     micro: [&'static [Micro]; 3],
@@ -173,7 +173,7 @@ pub struct Kernels {
     pub pack_panel_bf16: unsafe fn(&pack::Source<bf16>, usize, usize, *mut f32),
     /// Packs rows of A in bf16.
     pub pack_rows_bf16: unsafe fn(&pack::Source<bf16>, usize, usize, Layout, &PackedA),
-    /// Kernels that read both factors in place, indexed by the number of rows − 1.
+    /// Kernels that read both operands in place, indexed by the number of rows − 1.
     in_place: &'static [unsafe fn(&InPlace)],
 }
 
@@ -192,7 +192,7 @@ impl Kernels {
         }
     }
 
-    /// Returns the kernels of a level for two bf16 factors.
+    /// Returns the kernels of a level for two bf16 operands.
     pub fn of_bf16(level: Level) -> &'static Self {
         match level {
             #[cfg(target_arch = "x86_64")]
@@ -294,6 +294,13 @@ unsafe fn micro<V: Vector, const ROWS: usize, const A_ROW: usize, const A_K: usi
     unsafe {
         let mut sums = [[V::splat(0.0); 2]; ROWS];
         let (mut a, mut b) = (tile.a, tile.b);
+        if tile.accumulate {
+            // Otherwise the sums would wait for C at the end.
+            for row in 0..ROWS {
+                prefetch(tile.c.wrapping_add(row * tile.c_row));
+                prefetch(tile.c.wrapping_add(row * tile.c_row + V::LANES));
+            }
+        }
         for _ in 0..tile.k {
             let panel = [V::load(b), V::load(b.add(V::LANES))];
             for row in 0..ROWS {

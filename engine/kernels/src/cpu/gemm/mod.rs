@@ -4,8 +4,9 @@
 //! row-major C, with an optional bias and residual added while a tile is in cache, optionally rounded to bf16. Never:
 //! a heap allocation, or a result that depends on the number of threads.
 //!
-//! Factors may be bf16. They are widened when they are packed, so the result has the same bits as the f32 product of
-//! the same values. If both are bf16 and the processor has `vdpbf16ps`, they may be packed as pairs along k instead.
+//! The operands A and B may be bf16. They are widened to f32 when they are packed, so the result is bit-identical to
+//! the f32 product of the same values. If both are bf16 and the processor has `vdpbf16ps`, they may be packed as pairs
+//! along k instead.
 //!
 //! # Order of summation
 //! k is cut into segments of [`Gemm::k_segment`], and each segment into blocks of at most [`BLOCK_K`] (twice as many
@@ -23,7 +24,7 @@
 //! threads pack B into panels. Then each thread repeatedly takes a block of rows, packs its rows of A into the
 //! thread's own scratch, and multiplies them from cache. There are two exceptions:
 //! - With few rows, or many matrices (one per expert), each thread packs the columns of B that it needs itself.
-//! - With at most as many rows as a micro-kernel has, as for decoded tokens, f32 factors that are contiguous along k
+//! - With at most as many rows as a micro-kernel has, as for decoded tokens, f32 operands that are contiguous along k
 //!   are not packed but read in place.
 
 mod drive;
@@ -147,13 +148,13 @@ pub enum GemmError {
         n: usize,
         /// Inner length of the product.
         k: usize,
-        /// Number of elements from the first to the last that the strides reach.
+        /// Number of elements that the slice must have: the largest offset that the strides address, plus one.
         needed: usize,
         /// Elements that were given.
         given: usize,
     },
     /// An operand's extent overflows the address space.
-    #[error("{operand}'s strides reach beyond the address space; correct them")]
+    #[error("{operand}'s strides address elements outside the address space; correct them")]
     TooLarge {
         /// "A", "B" or "C".
         operand: &'static str,
@@ -308,12 +309,13 @@ impl Gemm {
     }
 }
 
-/// The kernels for factors of these types.
+/// The kernels for operands of these types.
 fn kernels_of<A: Factor, B: Factor>(level: Level) -> &'static Kernels {
     if A::IS_BF16 && B::IS_BF16 { Kernels::of_bf16(level) } else { Kernels::of(level) }
 }
 
-/// Returns the number of elements from the first to the last that a batch of matrices reaches.
+/// Returns the number of elements that the slice of a batch of matrices must have: the largest offset of an element,
+/// plus one.
 fn extent(
     operand: &'static str,
     rows: usize,

@@ -22,6 +22,14 @@ pub struct Source<T = f32> {
 /// apart, such as those of a head in a packed `qkv`.
 const AHEAD: usize = 16;
 
+/// Prefetches `len` elements that begin `ahead` elements after `from`.
+#[inline(always)]
+fn prefetch_row<T>(from: *const T, ahead: usize, len: usize) {
+    for line in (0..len).step_by(64 / size_of::<T>()) {
+        prefetch(from.wrapping_add(ahead + line).cast());
+    }
+}
+
 /// Packs `k` × `columns` of B as `k` lines of two vectors. Missing columns are filled with zeros.
 ///
 /// # Safety
@@ -225,6 +233,8 @@ pub(super) unsafe fn rows_of_pairs(source: &Source<bf16>, rows: usize, k: usize,
             Layout::Columns => {
                 let (whole, rest) = (rows / PART_ROWS, rows % PART_ROWS);
                 for line in 0..k.div_ceil(2) {
+                    prefetch_row(at(0, 2 * line), AHEAD * column, rows);
+                    prefetch_row(at(0, 2 * line), (AHEAD + 1) * column, rows);
                     for (i, part) in to.parts().iter().enumerate().take(rows.div_ceil(PART_ROWS)) {
                         let (first, lanes) = (i * PART_ROWS, part.add(line * COLUMN_STRIDE).cast());
                         let (from, second) = (at(first, 2 * line), second(first, line));
@@ -268,6 +278,7 @@ pub(super) unsafe fn rows<T: Float>(source: &Source<T>, rows: usize, k: usize, l
                 let (whole, rest) = (rows / PART_ROWS, rows % PART_ROWS);
                 for p in 0..k {
                     let from = source.start.add(p * column);
+                    prefetch_row(from, AHEAD * column, rows);
                     for (i, part) in to.parts()[..whole].iter().enumerate() {
                         let from = from.add(i * PART_ROWS);
                         T::load_all(from, part.add(p * COLUMN_STRIDE), PART_ROWS);

@@ -61,7 +61,7 @@ impl Operands {
         self.run_with(&self.a, &self.b, job, level, threads, extras)
     }
 
-    /// Like [`Self::run`], with factors rounded to bf16.
+    /// Like [`Self::run`], with operands rounded to bf16.
     fn run_bf16(&self, job: &Gemm, threads: usize, extras: Extras) -> Vec<f32> {
         let [a, b] = [&self.a, &self.b].map(|x| x.iter().map(|&x| rounded(x)).collect::<Vec<bf16>>());
         self.run_with(&a, &b, job, Level::best(), threads, extras)
@@ -153,7 +153,7 @@ fn check(job: &Gemm, threads: usize, extras: Extras) {
     }
 }
 
-/// Checks that bf16 factors give the same bits as f32 factors of equal values. If products are computed in pairs, the
+/// Checks that bf16 operands give the same bits as f32 operands of equal values. If products are computed in pairs, the
 /// bits may differ, within the same error bound.
 fn check_bf16(job: &Gemm, threads: usize, extras: Extras) {
     let mut operands = Operands::of(job);

@@ -224,7 +224,7 @@ __device__ void attention_wg_grad_kv(const AttentionArguments& to) {
                 for (u32 half = 0; half < 2; ++half) key[half] = f32(own + p.row_of(half));
                 p.visit_with(lse + 2 * TILE, [&](f32& p, u32 half, f32 first) { p = key[half] >= first ? p : 0.0f; });
             }
-            // The registers of a product's left factor must be written while no products are in flight. Otherwise the
+            // The registers of a product's left operand must be written while no products are in flight. Otherwise the
             // assembler waits for each product.
             keep_order(p.at[0]);
             wait_for_products<0>(d_scores.at[0]);

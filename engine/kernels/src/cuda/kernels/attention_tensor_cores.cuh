@@ -121,8 +121,8 @@ struct Bands {
         }
     }
 
-    // Rounds columns 8k to 8k + 15 of a band to bf16, as fragments of a left factor. No exchange between lanes is needed,
-    // because fragments of results and of left factors have the same layout.
+    // Rounds columns 8k to 8k + 15 of a band to bf16, as fragments of a left operand. No exchange between lanes is
+    // needed, because fragments of results and of left operands have the same layout.
     __device__ __forceinline__ void round_to(u32 (&to)[4], u32 band, u32 k) const {
         const f32(&left)[4] = at[band][k], (&right)[4] = at[band][k + 1];
         to[0] = pair_of(left[0], left[1]);

@@ -1,28 +1,30 @@
-// The gradient of a table of which rows were looked up by ids. Twin: ops/embedding.rs.
+// The gradient of a table whose rows were looked up by ids. CPU counterpart: ops/embedding.rs.
 //
-// Places of dy are sorted by their ids: in chunks, and each place then goes to where all chunks say. A warp adds the rows of one id,
-// or a block, if there are many. Either way the rows of a span, neighbouring places of one sequence, are added up in order, and then
-// the sums of the spans, in order: an order that knows nothing of other sequences, so that micro-batches add up to the same bits.
+// The rows of dy are sorted by their ids: first within chunks, and then over all chunks, by a search in every chunk.
+// The rows of one id are added by a warp or, if there are many, by a block. Both add in the same order: first the rows
+// of each span (neighbouring places of one sequence) in order, and then the sums of the spans in order. This order does
+// not depend on other sequences, so accumulation over micro-batches gives the same bits.
 #include "pieces.cuh"
 
-// What places are sorted by: the id, and then the place.
+// The sort key of a place: the id, and then the place.
 __device__ __forceinline__ u64 key_of(u32 id, u64 place) { return u64(id) << 32 | place; }
 __device__ __forceinline__ u32 id_of(u64 key) { return u32(key >> 32); }
 
-// Of places that add nothing: no vocabulary has as many ids.
+// The id of places that add nothing. No vocabulary has so many ids.
 constexpr u32 NO_ID = 0xffffffffu;
 
 struct SortArguments {
     const u32* ids;
     u64* keys;
     u64 count;
-    // An id that adds nothing.
+    // The id of padding, which adds nothing.
     u32 padding;
-    // Places of a chunk: a power of two.
+    // Number of places per chunk, a power of two.
     u32 length;
 };
 
-// A block sorts a chunk in shared memory (Batcher, Sorting networks and their applications, 1968: bitonic).
+// Sorts chunks. Each block sorts one chunk in shared memory, with a bitonic sorting network (Batcher, Sorting networks
+// and their applications, 1968).
 KERNEL(embedding_sort, SortArguments) {
     const SortArguments& to = arguments;
     u64* keys = (u64*)shared_memory;
@@ -49,7 +51,7 @@ KERNEL(embedding_sort, SortArguments) {
     for (u32 i = threadIdx.x; i < to.length; i += blockDim.x) to.keys[first + i] = keys[i];
 }
 
-// Places of a chunk, if there are several.
+// Number of places per chunk, if there are several chunks.
 constexpr u32 CHUNK = 2048;
 
 struct RankArguments {
@@ -58,7 +60,7 @@ struct RankArguments {
     u64 count;
 };
 
-// Every key goes behind those of all chunks that are less.
+// Merges the sorted chunks. The new index of a key is the number of smaller keys in all chunks.
 KERNEL(embedding_rank, RankArguments) {
     const RankArguments& to = arguments;
     const u64 i = global_thread();
@@ -82,31 +84,32 @@ struct EmbeddingGradArguments {
     void* d_table;
     u64 count;
     u64 width;
-    // Pieces are spans.
+    // The spans of rows that are summed first. Each is a piece.
     Pieces spans;
     u64 span_count;
-    // Blocks for ids with many rows; all others are for the rest.
+    // Number of blocks for ids with many rows. All further blocks are for the other ids.
     u32 long_blocks;
-    // Whether rows are summed before they are added to what is there, rather than each by itself: as a sum of two tensors is.
+    // If not 0, the rows of an id are summed before the sum is added to the table's values, as in the sum of two
+    // tensors. Otherwise each sum of a span is added to them.
     u32 sums_first;
 
     __device__ __forceinline__ u32 span_of(u32 place) const {
         return place / u32(spans.sequence) * u32(spans.of_sequence) + place % u32(spans.sequence) / u32(spans.length);
     }
 
-    // Whether key number i is there and has this id.
+    // True if key number i exists and has this id.
     __device__ __forceinline__ bool has(u64 i, u32 id) const { return i < count && id_of(sorted[i]) == id; }
 };
 
-// Rows of an id that a warp adds by itself, at most.
+// Maximum number of rows of an id that one warp adds by itself.
 constexpr u32 SHORT = 128;
 
-// Columns of a thread where a warp has all rows, and rows that it loads before it adds the first of them; of rows that are no packs it
-// loads one.
+// Number of columns per thread, if a warp adds all rows of an id.
 constexpr u32 OWN = 8;
+// Number of rows that such a warp loads before it adds the first of them. If the rows are not packed, it loads one.
 constexpr u32 SHORT_AHEAD = 4;
 
-// The rows of the id that begins with key number `first`, if they are few: some of their columns.
+// Adds the rows of the id whose first key has number `first`, if there are few, in some of the columns.
 template <typename T, typename S, bool PACKED>
 __device__ __forceinline__ void add_short(const EmbeddingGradArguments& to, u64 first, u64 column) {
     const u32 id = id_of(to.sorted[first]);
@@ -161,11 +164,12 @@ __device__ __forceinline__ void add_short(const EmbeddingGradArguments& to, u64 
     }
 }
 
-// Columns of a block where many warps share rows: two a thread; and rows that a warp loads before it adds the first of them.
+// Number of columns per block, if the warps of a block share the rows of an id. Each thread has two of them.
 constexpr u32 SHARED_COLUMNS = 64;
+// Number of rows that such a warp loads before it adds the first of them.
 constexpr u32 LONG_AHEAD = 16;
 
-// The first of the keys from `first` on that is not less.
+// Returns the number of the first key from `first` on that is not less than `key`.
 __device__ __forceinline__ u64 first_not_less(const EmbeddingGradArguments& to, u64 first, u64 key) {
     u64 end = to.count;
     while (first < end) {
@@ -176,8 +180,9 @@ __device__ __forceinline__ u64 first_not_less(const EmbeddingGradArguments& to, 
     return first;
 }
 
-// The rows of the id of key number `at`, if they are many: some of their columns. Of all keys of that id whose number is a multiple of
-// SHORT, this has to be the first. Each warp adds up the rows of a span; their sums are added by one thread for each column.
+// Adds the rows of the id of key number `at`, if there are many, in some of the columns. `at` is a multiple of SHORT.
+// Does nothing unless `at` is the first such number among the id's keys. Each warp sums the rows of a span. Then one
+// thread per column adds the sums of the spans.
 template <typename T, typename S, bool PACKED>
 __device__ __forceinline__ void add_long(const EmbeddingGradArguments& to, u64 at, u64 first_column) {
     const u32 id = id_of(to.sorted[at]), warps = blockDim.x / 32;
@@ -189,7 +194,7 @@ __device__ __forceinline__ void add_long(const EmbeddingGradArguments& to, u64 a
         first -= __popc(__ballot_sync(ALL_LANES, back <= at && to.has(at - back, id)));
     }
     if (!to.has(first + SHORT, id)) return;
-    // Of spans the first of their keys; of each warp the sums of its span.
+    // `starts` has the number of the first key of each span, and `of_spans` has the sums of each warp's span.
     u32* const starts = (u32*)shared_memory;
     f32* const of_spans = (f32*)(starts + blockDim.x);
     const u64 own = first_column + threadIdx.x;
@@ -232,13 +237,13 @@ __device__ __forceinline__ void add_long(const EmbeddingGradArguments& to, u64 a
             }
             __syncthreads();
         }
-        __syncthreads(); // All have read the starts.
+        __syncthreads(); // All threads have read the starts.
     }
     if (adds_spans) store(out, to.sums_first ? all + before : all);
 }
 
-// The first blocks have the long runs, as these take longest: one for each multiple of SHORT and some columns. Of the others each warp
-// has a key and some columns.
+// The first blocks handle ids with many rows, which take the longest. Each of them has one multiple of SHORT and some
+// of the columns. In the other blocks, each warp has one key and some of the columns.
 template <typename T, typename S, bool PACKED>
 __device__ __forceinline__ void add_rows(const EmbeddingGradArguments& to) {
     if (blockIdx.x < to.long_blocks) {

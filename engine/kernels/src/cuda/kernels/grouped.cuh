@@ -4,8 +4,8 @@
 // The number of rows of an expert is only known when a kernel runs, while the number of blocks is fixed before. There
 // are enough blocks for any distribution of the rows. Each block finds its own tile, and exits if there is none.
 //
-// The computation of a tile depends on the type `Products<ALONG_A, ALONG_B>`. It represents a tile of TILE × TILE
-// sums that start at zero. `add` adds a product of two factors, DEPTH of the inner index at a time. `visit` calls a
+// The computation of a tile depends on the type `Products<ALONG_A, ALONG_B>`. It represents a tile of TILE × TILE sums
+// that start at zero. `add` adds a product of two operands, DEPTH of the inner index at a time. `visit` calls a
 // function with each sum and its indices in the tile, and sets the sum to the function's result.
 #pragma once
 #include "reduce.cuh"
@@ -40,7 +40,7 @@ struct GroupedArguments {
     }
 };
 
-// A factor of a product, of which a block reads the rows (or columns) from `first` to `end`. `ALONG` is true if the
+// An operand of a product, of which a block reads the rows (or columns) from `first` to `end`. `ALONG` is true if the
 // summed dimension is contiguous.
 template <typename T, bool ALONG>
 struct Factor {

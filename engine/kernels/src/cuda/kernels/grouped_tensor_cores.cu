@@ -1,9 +1,9 @@
-// The experts' products in bf16 on tensor cores, with sums in f32. While the current tiles of the factors are
+// The experts' products in bf16 on tensor cores, with sums in f32. While the current tiles of the operands are
 // multiplied, the next ones are copied to shared memory.
 #include "grouped.cuh"
 #include "tensor_cores.cuh"
 
-// Number of tiles of each factor that are in shared memory at a time.
+// Number of tiles of each operand that are in shared memory at a time.
 constexpr u32 STAGES = 3;
 
 // The sums of one block: a tile of 128 × 128. Each of eight warps computes 64 × 32 of it, in fragments of 16 × 8.
@@ -35,7 +35,7 @@ struct TensorCoreProducts {
         }
     }
 
-    // The tile of a factor in shared memory, with the order of rows and columns in global memory.
+    // The tile of an operand in shared memory, with the order of rows and columns in global memory.
     template <bool ALONG>
     struct Shared {
         static constexpr u32 ROWS = ALONG ? TILE : DEPTH;
@@ -52,12 +52,12 @@ struct TensorCoreProducts {
             rows.template start<ROWS, GROUPED_THREADS>(of.at + u64(down.first) * of.pitch + along.first, of.pitch, count, size);
         }
 
-        // Loads 16 rows of a as a fragment of the left factor.
+        // Loads 16 rows of a as a fragment of the left operand.
         __device__ __forceinline__ void load_left(u32 (&to)[4], u32 row, u32 d) const {
             ALONG ? rows.load_left(to, row, d) : rows.load_left_of_columns(to, d, row);
         }
 
-        // Loads 16 columns of b as two fragments of the right factor.
+        // Loads 16 columns of b as two fragments of the right operand.
         __device__ __forceinline__ void load_right(u32 (&to)[4], u32 column, u32 d) const {
             ALONG ? rows.load_right_of_rows(to, column, d) : rows.load_right(to, d, column);
         }

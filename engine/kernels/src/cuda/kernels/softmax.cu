@@ -134,7 +134,7 @@ __device__ void softmax_grad(const SoftmaxGradArguments& to) {
 }
 KERNELS(softmax_grad, SoftmaxGradArguments)
 
-// The factors in a loss: of the target's logit, of every logit, and of the squared log-sum-exp (src/loss.rs).
+// The weights in a loss: of the target's logit, of every logit, and of the squared log-sum-exp (src/loss.rs).
 struct LossTerms {
     f32 keep;
     f32 spread;

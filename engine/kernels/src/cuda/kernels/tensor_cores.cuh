@@ -72,24 +72,24 @@ struct HalfTile {
         }
     }
 
-    // Loads fragments of a left factor: rows `row` to `row` + 15, columns `column` to `column` + 15.
+    // Loads fragments of a left operand: rows `row` to `row` + 15, columns `column` to `column` + 15.
     __device__ __forceinline__ void load_left(u32 (&to)[4], u32 row, u32 column) const {
         load_matrices(to, (*this)[row + lane_of() % 16] + column + lane_of() / 16 * 8);
     }
 
-    // Loads fragments of two right factors. The tile stores them transposed: one factor is rows `row` to `row` + 7, and
-    // the other is the next eight rows.
+    // Loads fragments of two right operands. The tile stores them transposed: one operand is rows `row` to `row` + 7,
+    // and the other is the next eight rows.
     __device__ __forceinline__ void load_right_of_rows(u32 (&to)[4], u32 row, u32 column) const {
         load_matrices(to, (*this)[row + lane_of() % 8 + lane_of() / 16 * 8] + column + lane_of() / 8 % 2 * 8);
     }
 
-    // Loads fragments of two right factors, which the tile does not store transposed: columns `column` to `column` + 7,
-    // and the next eight columns.
+    // Loads fragments of two right operands, which the tile does not store transposed: columns `column` to `column` +
+    // 7, and the next eight columns.
     __device__ __forceinline__ void load_right(u32 (&to)[4], u32 row, u32 column) const {
         load_transposed(to, (*this)[row + lane_of() % 16] + column + lane_of() / 16 * 8);
     }
 
-    // Loads fragments of a left factor that the tile stores transposed: columns `column` to `column` + 15.
+    // Loads fragments of a left operand that the tile stores transposed: columns `column` to `column` + 15.
     __device__ __forceinline__ void load_left_of_columns(u32 (&to)[4], u32 row, u32 column) const {
         load_transposed(to, (*this)[row + lane_of() % 8 + lane_of() / 16 * 8] + column + lane_of() / 8 % 2 * 8);
     }

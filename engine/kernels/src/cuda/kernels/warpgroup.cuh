@@ -3,8 +3,8 @@
 // first warp is a multiple of four.
 //
 // A product is started and runs asynchronously. Until the warpgroup has waited for the product,
-// - no other instruction may use the registers of its sums and of its left factor, and
-// - its factors in shared memory must not change.
+// - no other instruction may use the registers of its sums and of its left operand, and
+// - its operands in shared memory must not change.
 //
 // A product has 64 rows. Warp w of the warpgroup holds rows 16w to 16w + 15. Within these rows, each lane holds the same
 // elements as in a result of mma.sync (tensor_cores.cuh).
@@ -64,7 +64,7 @@ __device__ __forceinline__ void wait_for_products(Sums&... sums) {
 #define SUMS_64(n) SUMS_32(n), SUMS_32(n + 8)
 #define SUMS_128(n) SUMS_64(n), SUMS_64(n + 16)
 
-// Defines start_product for COLUMNS columns, with the left factor in shared memory or in registers. R0 to R6 are the
+// Defines start_product for COLUMNS columns, with the left operand in shared memory or in registers. R0 to R6 are the
 // numbers of the operands that follow the sums.
 #define PRODUCTS(COLUMNS, NAMES, SUMS, R0, R1, R2, R3, R4, R5, R6)                                                           \
     template <bool ARE_COLUMNS>                                                                                             \
@@ -88,7 +88,7 @@ __device__ __forceinline__ void wait_for_products(Sums&... sums) {
 
 // Starts the product d = a·b or, if `adds`, d += a·b.
 // - a has 64 × 16 elements. It is in shared memory, with neighbors along k, or in registers, with the layout of a left
-//   factor of mma.sync.
+//   operand of mma.sync.
 // - b has 16 × COLUMNS elements. It is in shared memory, with neighbors along k or, if ARE_COLUMNS, along the columns.
 PRODUCTS(64, NAMES_32, SUMS_32(0), "32", "33", "34", "35", "36", "37", "38")
 PRODUCTS(128, NAMES_64, SUMS_64(0), "64", "65", "66", "67", "68", "69", "70")
@@ -150,17 +150,18 @@ struct SwizzledTile {
     // Returns the tile that is `count` tiles after this one.
     __device__ __forceinline__ SwizzledTile behind(u32 count) const { return {bytes + count * BYTES}; }
 
-    // Returns the descriptor of a factor whose neighbors are along k: a left factor whose rows are rows of the tile, or a
-    // right factor whose columns are rows of the tile. `row` is the first of these rows, and `column` is where k starts.
+    // Returns the descriptor of an operand whose neighbors are along k: a left operand whose rows are rows of the tile,
+    // or a right operand whose columns are rows of the tile. `row` is the first of these rows, and `column` is where k
+    // starts.
     __device__ __forceinline__ u64 of_rows(u32 row, u32 column) const {
         return describe(row * PITCH + column / 64 * BLOCK + column % 64 * u32(sizeof(bf16)), 16);
     }
 
-    // Returns the descriptor of a right factor whose rows, along k, are rows of the tile from `row` on.
+    // Returns the descriptor of a right operand whose rows, along k, are rows of the tile from `row` on.
     __device__ __forceinline__ u64 of_columns(u32 row) const { return describe(row * PITCH, BLOCK); }
 
     // Returns a matrix descriptor, with addresses and distances in units of 16 bytes. The distance between groups of
-    // eight rows is EIGHT_ROWS bytes. The leading distance is that between blocks, which only matters for factors from
+    // eight rows is EIGHT_ROWS bytes. The leading distance is that between blocks, which only matters for operands from
     // of_columns.
     __device__ __forceinline__ u64 describe(u32 offset, u32 leading) const {
         const u32 start = shared_address(bytes) / 16 + offset / 16;

@@ -31,9 +31,9 @@ struct Form {
     family: Family,
     /// Rows and columns of a block's tile.
     tile: u64,
-    /// Bytes of shared memory for the tiles of a factor whose summed dimension is contiguous.
+    /// Bytes of shared memory for the tiles of an operand whose summed dimension is contiguous.
     bytes_along: u64,
-    /// Bytes of shared memory for the tiles of a factor whose other dimension is contiguous.
+    /// Bytes of shared memory for the tiles of an operand whose other dimension is contiguous.
     bytes_across: u64,
 }
 
@@ -89,7 +89,7 @@ impl GroupedArguments {
         }
     }
 
-    /// Launches a kernel with one block per tile. `are_along` says for each factor whether its summed dimension is
+    /// Launches a kernel with one block per tile. `are_along` says for each operand whether its summed dimension is
     /// contiguous.
     fn launch(
         self,

@@ -102,9 +102,9 @@ pub struct Product {
     pub n: u64,
     /// Columns of a, rows of b.
     pub k: u64,
-    /// The left factor.
+    /// The left operand.
     pub a: Matrix,
-    /// The right factor.
+    /// The right operand.
     pub b: Matrix,
     /// The product.
     pub c: Matrix,

@@ -200,7 +200,7 @@ impl Nvidia {
         self.context.enter(&self.name)
     }
 
-    /// Returns an error if a copy would leave the reserved memory.
+    /// Returns an error if a copy would access bytes outside the reserved memory.
     fn expect_inside(&self, address: u64, bytes: usize, call: &str) -> Result<(), DeviceError> {
         let inside = self.memory.as_ref().is_some_and(|memory| memory.holds(address, bytes));
         let what = || format!("{bytes} bytes at {address:#x} are outside the reserved memory");

@@ -180,7 +180,7 @@ fn early_reads_are_told() {
         device.run(&[Launch::Product(product)], &|_| "a product".into()).unwrap_err();
     };
     let Some(told) = told(module_path!(), "early_reads_are_told", read_early) else { return };
-    assert_eq!(told, ["cublasLtMatmul: reads A, to which nobody has written"], "by columns, A is the right factor");
+    assert_eq!(told, ["cublasLtMatmul: reads A, to which nobody has written"], "by columns, A is the right operand");
 }
 
 /// A generic lambda is compiled without the option that makes functions device functions by default.

@@ -31,11 +31,11 @@ struct AsyncCopy {
 struct WarpgroupProduct {
     float* d;
     unsigned n;
-    // The address of the left factor's registers, and their content at the start. The address is null if the left factor
-    // is in shared memory.
+    // The address of the left operand's registers, and their content at the start. The address is null if the left
+    // operand is in shared memory.
     const unsigned* registers;
     unsigned held[4];
-    // This thread's rows of the left factor, collected from the registers of the warp.
+    // This thread's rows of the left operand, collected from the registers of the warp.
     float left[2][16];
     unsigned long long a, b;
     bool are_columns, adds;
@@ -352,7 +352,7 @@ namespace {
 
 float of_bf16(unsigned bits) { return __uint_as_float(bits << 16); }
 
-// Returns an element of a factor in shared memory.
+// Returns an element of an operand in shared memory.
 float load_factor(const Descriptor& from, unsigned mn, unsigned k, bool is_mn_major) {
     const unsigned address = from.at(mn, k, is_mn_major) - Device::WINDOW;
     if (address + 2 > device.shared.size() - Device::GUARD_BYTES) {

@@ -140,9 +140,9 @@ static void wait_for_copies() {
     wait_for_copies(BUT);
 }
 
-// wgmma (warpgroup.cuh): a product of a warpgroup, with n columns of f32 sums. Its left factor is in registers or, if
-// `registers` is null, described by `a`. The product is computed when the thread waits for it. It reads shared memory as
-// it was at the last barrier before which all threads of the block had fenced it.
+// wgmma (warpgroup.cuh): a product of a warpgroup, with n columns of f32 sums. Its left operand is in registers or, if
+// `registers` is null, described by `a`. The product is computed when the thread waits for it. It reads shared memory
+// as it was at the last barrier before which all threads of the block had fenced it.
 unsigned shared_address(const void* at);
 void fence_shared_memory();
 void fence_registers();

@@ -1,6 +1,6 @@
-// Decodes a matrix descriptor, and computes the addresses of a factor's elements in shared memory (PTX ISA, "Asynchronous
-// warpgroup level matrix shared memory layout": strides, matrix descriptor, and the canonical layouts of each swizzling
-// mode).
+// Decodes a matrix descriptor, and computes the addresses of an operand's elements in shared memory (PTX ISA,
+// "Asynchronous warpgroup level matrix shared memory layout": strides, matrix descriptor, and the canonical layouts of
+// each swizzling mode).
 #ifndef GAPLESS_ON_HOST_WARPGROUP
 #define GAPLESS_ON_HOST_WARPGROUP
 
@@ -23,8 +23,8 @@ struct Descriptor {
     // Returns the number of bytes per row of the swizzling pattern.
     unsigned width() const { return mode == 0 ? 16 : 256u >> mode; }
 
-    // Returns the address of element (mn, k), which has 16 bits. mn is the row of a left factor, or the column of a right
-    // factor. Neighboring elements are contiguous along mn if `is_mn_major`, and along k otherwise.
+    // Returns the address of element (mn, k), which has 16 bits. mn is the row of a left operand, or the column of a
+    // right operand. Neighboring elements are contiguous along mn if `is_mn_major`, and along k otherwise.
     unsigned at(unsigned mn, unsigned k, bool is_mn_major) const {
         const unsigned along = is_mn_major ? mn : k, across = is_mn_major ? k : mn;
         const unsigned in_row = width() / 2, row = along / in_row, eight = across / 8;

@@ -87,7 +87,7 @@ impl Case {
                 positions: std::ptr::null(),
                 starts,
             };
-            // SAFETY: `Case::of` allocates slices that reach beyond the strides.
+            // SAFETY: `Case::of` allocates slices that contain every element that the strides address.
             unsafe { forward::run(job, &instructions, operands, &memory.lend()) };
             assert!(memory.is_intact(), "the forward of {job:?} writes beyond its scratch");
 

@@ -21,11 +21,11 @@ struct Handle {
 struct Algorithm {
     uint64_t magic, problem, workspace_bytes, alignments;
     uint64_t beside[2];
-    // The algorithm's index among the answers.
+    // The algorithm's index among the algorithms that were returned.
     uint64_t index;
     uint64_t unused;
 };
-// Maximum number of answers for a product.
+// Maximum number of algorithms that are returned for a product.
 static constexpr int MOST_ANSWERS = 3;
 static constexpr uint64_t MAGIC = 0x646f75626c656c74;
 
@@ -216,8 +216,8 @@ EXPORTED int cublasLtMatmulAlgoGetHeuristic(void* handle, void* operation, void*
         if ((product.epilogue & flag) != 0 && pointer == 0)
             return call.breaks(BLAS_INVALID_VALUE, "no address of %s", flag == BIAS ? "the bias" : "aux");
     }
-    // An algorithm needs a part of the allowed workspace, which differs for each form. If partial sums in the
-    // workspace are forbidden, it needs none.
+    // An algorithm needs some of the allowed workspace; how much depends on the form of the product. If partial sums in
+    // the workspace are forbidden, it needs none.
     const uint64_t problem = problem_of(product), most = uint64_t((*preferred)[1]);
     const uint64_t workspace = ((*preferred)[3] & 6) == 0 ? 0 : std::min<uint64_t>(most, (problem % 5) << 14);
     for (; *count < std::min(asked, MOST_ANSWERS); ++*count) {
