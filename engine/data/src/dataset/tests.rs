@@ -219,9 +219,10 @@ fn all_held_out_tokens_are_validated() {
     assert_eq!(counted(&text, Format::Text, 4, false), (3, 10, vec![0; 12]));
     assert_eq!(counted(&text, Format::Text, 100, false).0, 1);
     // The end-of-text token of the bytes, 0, ends each of two documents. The first token after it is not a target.
+    // Padding has the same id.
     let lines = file("b.jsonl", "{\"text\": \"abc\"}\n{\"text\": \"de\"}\n");
     assert_eq!(counted(&lines, Format::Text, 8, false), (1, 6, vec![0; 8]));
-    assert_eq!(counted(&lines, Format::Text, 8, true), (1, 5, vec![0, 0, 0, 0, 4, 4, 4, 4]));
+    assert_eq!(counted(&lines, Format::Text, 8, true), (1, 5, vec![0, 0, 0, 0, 4, 4, 4, 7]));
     // Three answers of two letters and the end of text.
     let line = "{\"prompt\": \"x\", \"completion\": \"yz\"}\n";
     let examples = file("c.jsonl", &line.repeat(3));

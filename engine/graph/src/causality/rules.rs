@@ -22,6 +22,9 @@ const MAX_CONSTANT: usize = 1 << 24;
 /// Numbers up to this one in a mask of scores hide a key.
 const HIDDEN: f64 = -1e4;
 
+/// Whether an element of a mask keeps the elements that it masks.
+type Keeps = fn(f64) -> bool;
+
 /// The reading of past tokens by causal attention.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Attend {
@@ -252,8 +255,8 @@ impl<'a> Rules<'a> {
     fn joined(&self, node: &Node, inputs: &[Flow], dim: usize) -> Flow {
         let mut out = Flow::new(inputs[0].dims.clone());
         let mut table: Vec<Span> = Vec::new();
-        // The tokens of parts without an index by tokens become those of the parts' indices.
-        let are_slices = inputs.iter().all(|input| input.token_dims().next().is_none());
+        // If only the indices of this dimension select tokens, each index of the output has the tokens of its part.
+        let are_slices = inputs.iter().all(|input| input.token_dims().all(|along| along == dim));
         for (input, &id) in inputs.iter().zip(&node.inputs) {
             let of_part = if are_slices { input.all } else { Span::NONE };
             out.absorb(&Flow { all: if are_slices { Span::NONE } else { input.all }, ..input.clone() });
@@ -262,7 +265,7 @@ impl<'a> Rules<'a> {
                 *along = along.join(other);
             }
             match input.dims[dim].table() {
-                Some(part) => table.extend_from_slice(part),
+                Some(part) => table.extend(part.iter().map(|span| span.join(of_part))),
                 None => table.resize(table.len() + self.dims(id)[dim], of_part),
             }
         }
@@ -298,7 +301,7 @@ impl<'a> Rules<'a> {
         let op = node.op.as_ref() as &dyn Any;
         let mut input = inputs[index].clone();
         let is_product = op.downcast_ref().is_some_and(|binary: &Binary| binary.kind == BinaryKind::Mul);
-        let (mask, keeps): (usize, fn(f64) -> bool) = match index {
+        let (mask, keeps): (usize, Keeps) = match index {
             1 if op.is::<Where>() => (0, |x| x != 0.0),
             2 if op.is::<Where>() => (0, |x| x == 0.0),
             _ if is_product => (1 - index, |x| x != 0.0),
@@ -351,7 +354,7 @@ impl<'a> Rules<'a> {
         let Some(at) = inputs.iter().position(is_mask) else { return };
         // The numbers of the mask that keep a score, and whether other scores become zeros.
         let number = |index: usize| self.graph.number(node.inputs[index]);
-        let meaning: Option<(fn(f64) -> bool, bool)> = match kind {
+        let meaning: Option<(Keeps, bool)> = match kind {
             Some(BinaryKind::Add) => Some((|x| x > HIDDEN, false)),
             Some(BinaryKind::Sub) if at == 1 => Some((|x| x < -HIDDEN, false)),
             Some(BinaryKind::Mul) => Some((|x| x != 0.0, true)),
@@ -498,7 +501,7 @@ impl<'a> Rules<'a> {
     /// Returns, for each index of dimension `rows` of a constant, the range of the indices of dimension `columns` at
     /// which an element satisfies `keeps`. If both are the same dimension, the range is 0 if any element does. Returns
     /// `None` if the elements are not known.
-    fn nonzero(&mut self, id: ValueId, rows: usize, columns: usize, keeps: fn(f64) -> bool) -> Option<Rc<[Span]>> {
+    fn nonzero(&mut self, id: ValueId, rows: usize, columns: usize, keeps: Keeps) -> Option<Rc<[Span]>> {
         let value = self.graph.value(id);
         let root = self.stored(value.root)?;
         let (dims, strides) = (value.layout.dims(), value.layout.stride());
