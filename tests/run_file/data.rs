@@ -205,7 +205,9 @@ fn held_out_examples_are_measured_by_their_answers() {
     };
     let prompt = |count: usize| "{\"prompt\": \"say \", \"completion\": \"no\"}\n".repeat(count);
     let vocabulary = format!("tokenizer = {tokenizer:?}\nformat = \"chat\"");
-    let cases: [(&str, &str, &str, &dyn Fn(usize) -> String); 3] = [
+    // A format, the keys of its data, and the extension and the contents of a file with a number of examples.
+    type Data<'a> = &'a dyn Fn(usize) -> String;
+    let cases: [(&str, &str, &str, Data<'_>); 3] = [
         ("chat", &vocabulary, "jsonl", &chat),
         ("prompt", "vocabulary = 256\nformat = \"prompt\"", "jsonl", &prompt),
         ("text", "vocabulary = 256", "txt", &|count| "to be or not to be ".repeat(20 + count)),
