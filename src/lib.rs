@@ -106,9 +106,9 @@ pub use gapless_engine::nn::{Lora, Trainable};
 pub use gapless_engine::optim::{Adafactor, AdamW, AdamW8bit, GaLore, Lion, Muon};
 pub use gapless_engine::recompute::{Layers, Recompute, RecomputePolicy};
 pub use gapless_engine::{
-    Batch, DType, DeviceChoice, DeviceInfo, Error, GenerateOptions, Generation, IGNORED, LossParts, LossTerms,
-    MemoryOptions, Model, NextToken, Op, Overflow, ParameterGroup, Pipeline, Precision, Report, Result, Sampling,
-    SkipThresholds, StepOptions, StepReport, Tensor, TrainError, TrainOptions, Trainer, TrainerBuilder, UpdateOptions,
-    nn,
+    Batch, Causality, DType, DeviceChoice, DeviceInfo, Error, GenerateOptions, Generation, IGNORED, LossParts,
+    LossTerms, MemoryOptions, Model, NextToken, Op, Overflow, ParameterGroup, Pipeline, Precision, Report, Result,
+    Sampling, SkipThresholds, StepOptions, StepReport, Tensor, TrainError, TrainOptions, Trainer, TrainerBuilder,
+    UpdateOptions, nn,
 };
 pub use gapless_parallel::Mesh;

@@ -66,7 +66,8 @@ pub use gapless_compile::step::{
     MemoryOptions, Overflow, ParameterGroup, Pipeline, Precision, StepOptions, UpdateOptions,
 };
 pub use gapless_graph::{
-    Args, Array, DType, Error, Gradient, Model, Numbers, Op, Reference, Result, RowUse, Spec, Stream, Tensor,
+    Args, Array, Causality, Culprit, DType, Error, Gradient, Model, Numbers, Op, Reference, Result, RowUse, Spec,
+    Stream, Tensor,
 };
 pub use gapless_kernels::LossTerms;
 pub use gapless_runtime::Times;

@@ -147,6 +147,7 @@ impl<'a> TrainingLoop<'a> {
     /// end on one rank, all ranks end after the same step.
     ///
     /// # Errors
+    /// Returns an error if the model is not causal ([`Trainer::expect_causal`]), because the targets are the next tokens.
     /// Returns a [`RunError`] if the data cannot be read, the trainer fails, a checkpoint cannot be saved, or too many
     /// steps were skipped. Returns [`RunError::Callback`] if the callback returns an error.
     pub fn run(
@@ -154,6 +155,7 @@ impl<'a> TrainingLoop<'a> {
         trainer: &mut Trainer,
         mut on: impl FnMut(Event, &mut Trainer) -> CallbackResult,
     ) -> Result<TrainingOutcome, RunError> {
+        trainer.expect_causal()?;
         let size = self.training.batch() * self.training.sequence();
         let (mut tokens, mut targets, mut starts) = buffers(trainer, size);
         let (first, begun, mut busy) = (trainer.steps(), Instant::now(), Duration::ZERO);

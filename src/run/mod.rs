@@ -37,6 +37,7 @@ mod folder;
 mod guard;
 mod measure;
 mod plan;
+mod preflight;
 mod report;
 mod routing;
 mod saved;

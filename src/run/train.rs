@@ -20,6 +20,7 @@ use serde_json::{Value, json};
 
 use super::config::text_of;
 use super::folder::{PRETRAINED, free_name, write};
+use super::preflight::preflight;
 use super::routing::StepRow;
 use super::{
     ConfigError, Console, Ended, Event, ModelConfig, RunConfig, RunError, RunFolder, SampleConfig, Stop, Summary,
@@ -219,6 +220,7 @@ impl<'a> Rank<'a> {
             (None, Some(checkpoint)) => say_changes(checkpoint, "config", &comparable(config, checkpoint), console),
             (None, None) => {}
         }
+        preflight(&mut *world, config, &folder, start)?;
         let dataset = if is_first { Some(config.dataset()?) } else { None };
         world.barrier()?;
         let dataset = dataset.map_or_else(|| config.dataset(), Ok)?;
@@ -320,7 +322,13 @@ impl<'a> RunInProgress<'a> {
     ) -> Result<Self, RunError> {
         let (sequence, batch) = (config.step.sequence, config.step.batch);
         let training = dataset.training(sequence, batch, config.seed)?;
-        let validation = validation_windows(&dataset, sequence, config.evaluation.windows)?;
+        let validation = match &config.evaluation.path {
+            Some(path) => {
+                let count = Some(config.evaluation.windows).filter(|&count| count > 0).unwrap_or(usize::MAX);
+                config.held_out(path, dataset.vocabulary())?.validation(sequence, count)?
+            }
+            None => validation_windows(&dataset, sequence, config.evaluation.windows)?,
+        };
         if !config.sample.prompt.is_empty() {
             dataset.vocabulary().encode(&config.sample.prompt)?;
         }

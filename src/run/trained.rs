@@ -3,13 +3,13 @@
 use std::path::{Path, PathBuf};
 
 use gapless_engine::checkpoint::Checkpoint;
-use gapless_engine::data::Vocabulary;
+use gapless_engine::data::{Dataset, Format, TokenWidth, Vocabulary};
 use gapless_engine::{DeviceChoice, Generation, StepOptions, TrainOptions, Trainer};
 use gapless_models::hf::{Config, GenerationConfig};
 
 use super::folder::PRETRAINED;
 use super::train::{CONFIG, TOKENIZER, checkpoint_of};
-use super::{ModelConfig, RunConfig, RunError};
+use super::{DataConfig, ModelConfig, RunConfig, RunError};
 
 /// The configuration, the vocabulary and a checkpoint of a run. They are read from the run's folder alone, so the folder
 /// may be moved, and neither the data nor the model folder from which the run started need to exist.
@@ -129,6 +129,23 @@ impl TrainedRun {
             true => trainer.load_average(&self.checkpoint)?,
         }
         Ok(trainer)
+    }
+
+    /// Opens data to measure the model on, as the run reads its own data, but in the given format and with ids of the
+    /// given width. All of it is for validation. Tokenized data is cached below the working directory, since the run's own
+    /// cache may be on another machine.
+    ///
+    /// # Errors
+    /// Returns the errors of [`RunConfig::held_out`].
+    pub fn held_out(&self, path: &Path, format: Format, width: Option<TokenWidth>) -> Result<Dataset, RunError> {
+        let mut config = self.config.clone();
+        config.data.format = format;
+        config.data.token_width = width.or(config.data.token_width);
+        config.data.cache = DataConfig::default().cache;
+        if let Some(folder) = self.tokenizer_folder() {
+            config.data.tokenizer = Some(folder.join(TOKENIZER));
+        }
+        config.held_out(path, &self.vocabulary)
     }
 
     /// Returns the maximum number of tokens that the model can read, or `None` if there is no maximum.

@@ -197,3 +197,29 @@ fn sequences_longer_than_the_model_was_trained_on_are_told() {
         assert_eq!(told.contains("more than the 128 that the model was trained on"), is_told, "{told}");
     }
 }
+
+/// Conversations and prompts are measured by their answers, with the template of the folder.
+#[test]
+fn answers_are_measured_with_the_template_of_the_folder() {
+    let folders = Folders::new();
+    let base = folders.name("base");
+    let row = json!({ "messages": [{ "role": "user", "content": "a" }, { "role": "assistant", "content": "bcd" }] });
+    std::fs::write(folders.path("chat.jsonl"), format!("{row}\n").repeat(5)).unwrap();
+    let row = json!({ "prompt": "abc", "completion": "de" });
+    std::fs::write(folders.path("prompt.jsonl"), format!("{row}\n").repeat(5)).unwrap();
+    let (chat, prompt) = (folders.name("chat.jsonl"), folders.name("prompt.jsonl"));
+    let measured = |data: &str, format: &str| {
+        let said = text(&["eval", &base, data, "--format", format, "--device", "cpu", "--batch", "4", "--json"]);
+        serde_json::from_str::<Value>(&said).unwrap()
+    };
+    assert!(error(&["eval", &base, &chat, "--format", "chat"]).contains("no chat template"));
+    let template = "{% for message in messages %}{{ message['content'] }}|{% endfor %}";
+    std::fs::write(folders.path("base/chat_template.jinja"), template).unwrap();
+    // An answer has three bytes, and the template ends it.
+    let said = measured(&chat, "chat");
+    assert!(said["tokens"] == 4 * 5 || said["tokens"] == 3 * 5, "{said}");
+    assert_eq!((said["windows"].as_u64(), said["sequence"].as_u64()), (Some(1), Some(128)), "{said}");
+    let said = measured(&prompt, "prompt");
+    assert!((2 * 5..=3 * 5).contains(&said["tokens"].as_u64().unwrap()), "{said}");
+    assert!(error(&["eval", &base, &prompt]).contains("missing field `text`"));
+}

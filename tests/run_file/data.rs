@@ -181,9 +181,75 @@ fn data_is_measured_as_it_is_trained_on() {
         assert_eq!(eval(same, &[]).unwrap(), expected, "{same}");
     }
     // Three documents, each followed by an end token.
-    assert_eq!(eval("texts", &[]).unwrap()["windows"], (3 * (text.len() + 1) - 1) / 16);
+    let tokens = 3 * (text.len() + 1) - 1;
+    let whole = eval("texts", &[]).unwrap();
+    assert!(whole["windows"] == tokens.div_ceil(16) && whole["tokens"] == tokens, "{whole}");
     assert!(eval("wide.bin", &[]).unwrap_err().contains("--token-width"));
-    assert_eq!(eval("wide.bin", &["--token-width", "u32"]).unwrap()["windows"], 399 / 16);
+    assert_eq!(eval("wide.bin", &["--token-width", "u32"]).unwrap()["windows"], 399_usize.div_ceil(16));
+}
+
+/// Examples are measured by their answers, at the run's sequence length, however few they are. `evaluation.path` names
+/// data for validation: the same loss is measured during the run and by `eval`.
+#[test]
+fn held_out_examples_are_measured_by_their_answers() {
+    let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR"));
+    let tokenizer = root.join("tests/evidence/hf/tokenizers/bytelevel_chatml_tagged/tokenizer.json");
+    let place = Place::new();
+    let chat = |count: usize| {
+        let row = |i: usize| {
+            let turn = |role: &str, content: String| serde_json::json!({ "role": role, "content": content });
+            let messages = [turn("user", format!("say {i}")), turn("assistant", format!("it is {i}"))];
+            format!("{}\n", serde_json::json!({ "messages": messages }))
+        };
+        (0..count).map(row).collect::<String>()
+    };
+    let prompt = |count: usize| "{\"prompt\": \"say \", \"completion\": \"no\"}\n".repeat(count);
+    let vocabulary = format!("tokenizer = {tokenizer:?}\nformat = \"chat\"");
+    // A format, the keys of its data, and the extension and the contents of a file with a number of examples.
+    type Data<'a> = &'a dyn Fn(usize) -> String;
+    let cases: [(&str, &str, &str, Data<'_>); 3] = [
+        ("chat", &vocabulary, "jsonl", &chat),
+        ("prompt", "vocabulary = 256\nformat = \"prompt\"", "jsonl", &prompt),
+        ("text", "vocabulary = 256", "txt", &|count| "to be or not to be ".repeat(20 + count)),
+    ];
+    for (name, vocabulary, extension, data) in cases {
+        let (training, held_out) = (format!("{name}.{extension}"), format!("{name}.held.{extension}"));
+        std::fs::write(place.path().join(&training), data(60)).unwrap();
+        std::fs::write(place.path().join(&held_out), data(48)).unwrap();
+        let text = TINY.replace("text.txt", &training).replace("vocabulary = 256", vocabulary);
+        let text = text.replace("sequence = 16", "sequence = 64").replace("\"to be\"", "\"\"");
+        let evaluation = format!("[evaluation]\npath = \"DIR/{held_out}\"\nwindows = 0");
+        let file = place.file(&text.replace("[evaluation]", &evaluation));
+        let config = RunConfig::read(&file, &[]).unwrap();
+        let dataset = config.dataset().unwrap();
+        assert_eq!(dataset.validation_tokens(), 0, "{name}");
+        let summary = train(&config, &place.path().join(name), &Start::Anew, &mut Console::default(), |_| {}).unwrap();
+        let output = place.gapless(&["eval", name, &held_out, "--device", "cpu", "--batch", "3", "--json"]);
+        let said: serde_json::Value =
+            serde_json::from_slice(&output.stdout).unwrap_or_else(|_| panic!("{name}: {output:?}"));
+        assert_eq!(said["sequence"], 64, "{name}: {said}");
+        let held_out = config.held_out(&place.path().join(&held_out), dataset.vocabulary()).unwrap();
+        let windows = held_out.padded_validation(64, false).unwrap().unwrap();
+        let size = windows.count() * 64;
+        let (mut tokens, mut targets) = (vec![0; size], vec![0; size]);
+        windows.fill(0, &mut tokens, &mut targets).unwrap();
+        let counted = targets.iter().filter(|&&target| target != gapless::engine::data::IGNORED).count();
+        assert_eq!(said["tokens"], counted, "{name}: {said}");
+        // During a run, a text's last part of a window is left out.
+        let (loss, expected) = (said["loss"].as_f64().unwrap(), f64::from(summary.val_loss.unwrap()));
+        let allowed = if name == "text" { 0.05 } else { 1e-5 };
+        assert!((loss - expected).abs() <= allowed * expected, "{name}: {loss} is not {expected}");
+    }
+    // 48 answers of two letters and the end of text.
+    let output = place.gapless(&["eval", "prompt", "prompt.held.jsonl", "--device", "cpu", "--json"]);
+    assert_eq!(serde_json::from_slice::<serde_json::Value>(&output.stdout).unwrap()["tokens"], 3 * 48);
+    let error = |arguments: &[&str]| String::from_utf8_lossy(&place.gapless(arguments).stderr).into_owned();
+    let wrong = error(&["eval", "prompt", "text.held.txt", "--format", "prompt", "--device", "cpu"]);
+    assert!(wrong.contains("text.held.txt") && wrong.contains("line 1"), "{wrong}");
+    let output = place.gapless(&["eval", "prompt", "text.held.txt", "--device", "cpu"]);
+    assert!(String::from_utf8_lossy(&output.stdout).starts_with("perplexity"), "{output:?}");
+    let wrong = error(&["eval", "text", "text.held.txt", "--format", "poem"]);
+    assert!(wrong.contains("text, prompt or chat"), "{wrong}");
 }
 
 /// If the run file says so, only the last answer of a conversation counts, and answers of weight 0 don't count.

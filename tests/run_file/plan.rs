@@ -167,3 +167,34 @@ fn the_command_plans_a_file() {
     let output = place.gapless(&["plan", "table.csv", "--set", "step.batch=4"]);
     assert!(output.status.code() == Some(2) && String::from_utf8_lossy(&output.stderr).contains(".toml"));
 }
+
+/// Everything that can be refused is refused before the data are tokenized, so no cache is written.
+#[test]
+fn refusals_come_before_the_data() {
+    let place = Place::new();
+    let model = "[model.gpt]\nlayers = 1\nheads = 2\nwidth = 16\n";
+    let lora = |targets: &str| format!("{model}[trainable.lora]\nrank = 2\ntargets = [{targets}]\n");
+    let refused = |from: &str, to: &str, expected: &[&str]| {
+        let file = place.file(&TINY.replace(from, to));
+        let train = |config: RunConfig| {
+            train(&config, &place.path().join("run"), &Start::Anew, &mut Console::default(), |_| {})
+        };
+        let error = match RunConfig::read(&file, &[]) {
+            Ok(config) => train(config).unwrap_err().to_string(),
+            Err(error) => error.to_string(),
+        };
+        assert!(expected.iter().all(|part| error.contains(part)), "{error}");
+        assert!(!place.path().join("cache").exists(), "{to} is refused after the data were tokenized");
+        assert!(!place.path().join("run/run.toml").exists());
+    };
+    refused("heads = 2", "heads = 3", &["heads", "3"]);
+    refused(model, &lora("\"q_proj\""), &["\"q_proj\" is not a linear layer", "c_attn, c_proj, c_fc"]);
+    refused(model, &lora("\"wte\""), &["wte", "c_attn, c_proj, c_fc"]);
+    refused("[data]", "[trainable]\nonly = [\"layers.*\"]\n\n[data]", &["\"layers.*\"", "h.*.attn.c_attn.weight"]);
+    refused("steps = 4", "steps = 4\nmemory.budget = 1000", &["budget"]);
+    refused("device = \"cpu\"", "device = \"cuda:99\"", &[]);
+    let text = TINY.replace("[checkpoints]\nevery = 2", "[checkpoints]\nevery = 1\nkeep_last = 3");
+    let config = RunConfig::read(&place.file(&text), &[]).unwrap();
+    train(&config, &place.path().join("run"), &Start::Anew, &mut Console::default(), |_| {}).unwrap();
+    assert!(place.path().join("cache").exists());
+}

@@ -70,6 +70,11 @@ const WRONG: &[(&str, &str, &[&str])] = &[
         "[evaluation]\npatience = 2\nevery = 0",
         &["evaluation.patience (line 24)", "no evaluations"],
     ),
+    (
+        "[evaluation]\nevery = 2",
+        "[evaluation]\npath = \"nowhere.txt\"",
+        &["evaluation.path (line 24)", "no nowhere.txt", "exists"],
+    ),
     ("[checkpoints]\nevery = 2", "[checkpoints]\nminutes = -1", &["checkpoints.minutes (line 27)", "above 0"]),
     ("[checkpoints]\nevery = 2", "[checkpoints]\nkeep_best = -1", &["line 27", "invalid value"]),
     ("[checkpoints]\nevery = 2", "[checkpoints]\nkeep = 2", &["line 27", "did you mean `keep_last`"]),

@@ -5,6 +5,7 @@
 mod accumulation;
 mod bad_input;
 mod bf16;
+mod causality;
 #[path = "../common/mod.rs"]
 mod common;
 mod determinism;

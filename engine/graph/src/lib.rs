@@ -26,6 +26,7 @@
 #![warn(missing_docs)]
 
 pub mod autodiff;
+mod causality;
 mod error;
 mod gradient;
 mod graph;
@@ -40,6 +41,7 @@ mod tensor;
 mod text;
 
 pub use candle_core::DType;
+pub use causality::{Causality, Culprit, cache_obstacle, causality};
 pub use error::{Error, Result};
 pub use gapless_kernels::{Args, Element, Numbers, Spec, Stream};
 pub use gradient::Gradient;

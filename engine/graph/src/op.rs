@@ -76,6 +76,13 @@ pub trait Op: Any + fmt::Debug + Send + Sync {
         false
     }
 
+    /// True if each element of an output depends only on the inputs' elements at the same index. Other operations of
+    /// your own may combine tokens, so models that contain them continue sequences without caches
+    /// ([`cache_obstacle`](crate::cache_obstacle)). By default true if [`Op::cuda_fusible`] returns an expression.
+    fn is_elementwise(&self) -> bool {
+        matches!(self.cuda_fusible(), Some(gapless_kernels::cuda::Fusible::Each { .. }))
+    }
+
     /// Records the gradients of the inputs.
     ///
     /// # Errors

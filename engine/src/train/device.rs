@@ -7,6 +7,7 @@
 use std::fmt;
 use std::str::FromStr;
 
+use crate::error::Result as TrainResult;
 #[cfg(not(feature = "cuda"))]
 use crate::error::TrainError;
 
@@ -24,6 +25,36 @@ pub enum DeviceChoice {
     /// The NVIDIA GPU with this index. If there is no such GPU, building the trainer fails. Ranks may name different
     /// indices, or share a GPU.
     Cuda(usize),
+}
+
+impl DeviceChoice {
+    /// True if a trainer may run on a GPU: one is named, or one is there to be chosen.
+    pub fn may_be_gpu(self) -> bool {
+        match self {
+            Self::Cpu => false,
+            Self::Cuda(_) => true,
+            #[cfg(feature = "cuda")]
+            Self::Auto => gapless_runtime::cuda::Nvidia::count() > 0,
+            #[cfg(not(feature = "cuda"))]
+            Self::Auto => false,
+        }
+    }
+
+    /// Checks that a GPU that is named exists.
+    ///
+    /// # Errors
+    /// Returns the error of building a trainer on this GPU if it is missing.
+    pub(super) fn expect_there(self) -> TrainResult<()> {
+        let Self::Cuda(_ordinal) = self else { return Ok(()) };
+        #[cfg(feature = "cuda")]
+        if _ordinal >= gapless_runtime::cuda::Nvidia::count() {
+            gapless_runtime::cuda::Nvidia::new(_ordinal, gapless_runtime::cuda::Cache::of_user())?;
+        }
+        #[cfg(not(feature = "cuda"))]
+        return Err(without_cuda());
+        #[cfg(feature = "cuda")]
+        Ok(())
+    }
 }
 
 impl FromStr for DeviceChoice {

@@ -2,15 +2,17 @@
 //!
 //! With caches ([`StepOptions::generation`](gapless_compile::step::StepOptions::generation)), a prompt is read in
 //! chunks, and each further token costs the computation of one token. Without caches, each token costs a forward pass
-//! over the whole window. The context and the generated tokens are the same with and without caches.
+//! over the whole window. The context and the generated tokens are the same with and without caches. There are no
+//! caches for a model with an operation that combines tokens, other than causal attention.
 
 use std::ops::ControlFlow;
 
 use gapless_compile::ProgramId;
+use gapless_graph::{Causality, Culprit};
 use gapless_kernels::Numbers;
 
 use super::sampling::Sampler;
-use super::{Sampling, Trainer};
+use super::{CAUSAL_REMEDY, Sampling, Trainer, not_causal};
 use crate::error::{Result, TrainError};
 
 /// Options of text generation.
@@ -82,7 +84,8 @@ impl Trainer {
     ///
     /// # Errors
     /// Returns an error for an empty prompt, for ids outside the vocabulary, for invalid sampling options, if logits
-    /// are not finite, or if every token is banned. Also returns the errors of [`Self::evaluate`].
+    /// are not finite, or if every token is banned. Returns an error if the logits of a token depend on later tokens
+    /// ([`Self::causality`]). Also returns the errors of [`Self::evaluate`].
     pub fn generate(
         &mut self,
         prompts: &[&[u32]],
@@ -90,6 +93,7 @@ impl Trainer {
         mut each: impl FnMut(&NextToken<'_>) -> ControlFlow<()>,
     ) -> Result<Vec<Vec<u32>>> {
         options.sampling.check()?;
+        self.expect_causal()?;
         for prompt in prompts {
             if prompt.is_empty() {
                 let why = "it is empty";
@@ -216,12 +220,24 @@ impl Trainer {
     /// Runs a forward pass over the whole window. Without caches, there is only one sequence at a time.
     fn whole_windows(&mut self, whole: &mut Whole, sequences: &[Sequence]) -> Result<()> {
         let context = sequences[0].context(whole.ids.len());
-        // Attention is causal, so padding after the context does not affect the last token of the context. Models whose
+        // In a causal model, padding after the context does not affect the last token of the context. Models whose
         // experts choose tokens or drop tokens are an exception: there, padding competes with the context.
         whole.ids[..context.len()].copy_from_slice(context);
-        whole.ids[context.len()..].fill(0);
-        let logits = self.logits(&whole.ids)?.get(0)?.get(context.len() - 1)?;
-        whole.logits = logits.to_vec1()?;
+        let is_full = context.len() == whole.ids.len();
+        let mut logits_with = |padding: u32| -> Result<Vec<f32>> {
+            whole.ids[context.len()..].fill(padding);
+            Ok(self.logits(&whole.ids)?.get(0)?.get(context.len() - 1)?.to_vec1()?)
+        };
+        let logits = logits_with(0)?;
+        if let (Some(culprit), false) = (&whole.unknown, is_full) {
+            let others = logits_with(1)?;
+            if logits.iter().zip(&others).any(|(a, b)| a.to_bits() != b.to_bits()) {
+                return Err(TrainError::config("model", not_causal(culprit), CAUSAL_REMEDY));
+            }
+            // One comparison per call of `generate` is enough to notice such an operation.
+            whole.unknown = None;
+        }
+        whole.logits = logits;
         Ok(())
     }
 }
@@ -251,6 +267,8 @@ struct Cached {
 struct Whole {
     ids: Vec<u32>,
     logits: Vec<f32>,
+    /// An operation that may let tokens depend on later ones, until a comparison has shown that it does not.
+    unknown: Option<Culprit>,
 }
 
 impl LogitsSource {
@@ -258,7 +276,11 @@ impl LogitsSource {
         let (Some((prefill, decode)), Some(generation)) =
             (trainer.programs.generation, trainer.options.step.generation)
         else {
-            return Self::Whole(Whole { ids: vec![0; trainer.options.step.sequence], logits: Vec::new() });
+            let unknown = match &trainer.causality {
+                Causality::Unknown(culprit) => Some(culprit.clone()),
+                Causality::Causal | Causality::NotCausal(_) => None,
+            };
+            return Self::Whole(Whole { ids: vec![0; trainer.options.step.sequence], logits: Vec::new(), unknown });
         };
         let (window, chunk) = generation.window(&trainer.options.step);
         let batch = generation.batch;

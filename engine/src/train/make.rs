@@ -4,26 +4,27 @@
 //! - Out: a trainer whose arena is reserved and initialized.
 //! - Never: a mesh with both CPU and GPU ranks, because their copies of a parameter would drift apart.
 
+use gapless_alloc::Role;
 use gapless_compile::Executable;
 use gapless_compile::Target;
-use gapless_compile::report::Report;
+use gapless_compile::report::{Report, largest_at_peak};
 use gapless_compile::step::{
     Build, CompiledStep, Overflow, RankPlan, Share, StepOptions, boxed_build, compile_inference, compile_step,
 };
-use gapless_graph::Model;
 use gapless_graph::nn::VarBuilder;
-#[cfg(feature = "cuda")]
+use gapless_graph::{Causality, Model};
 use gapless_runtime::Error as RuntimeError;
 use gapless_runtime::Session;
 use gapless_runtime::cpu::{Workers, resolve_threads};
 #[cfg(feature = "cuda")]
 use gapless_runtime::cuda;
+use gapless_runtime::process_memory::available_memory;
 
 #[cfg(not(feature = "cuda"))]
 use super::device;
 use super::documents::DocumentInputs;
 use super::ranks::{BatchCheck, communicators, expect_equal, expect_one_rank, expect_ranks};
-use super::{DeviceChoice, DeviceInfo, LossParts, Programs, SkipThresholds, TrainOptions, Trainer};
+use super::{DeviceChoice, DeviceInfo, LossParts, Programs, SkipThresholds, TrainOptions, Trainer, not_causal};
 use crate::communicator::Communicator;
 use crate::error::{Result, TrainError};
 
@@ -98,6 +99,38 @@ impl TrainerBuilder<'_> {
         let ranks = RankPlan::of(&options.step, rank)?;
         let (executable, compiled) = self.purpose.compile(build, &options.step, &ranks, options.target())?;
         Ok(Report::of(&executable, compiled.parameters, compiled.layout.frozen_elements()))
+    }
+
+    /// Checks everything about a rank that can be checked without its memory and without the data: the options, the
+    /// model, the budget, and that a GPU that is named exists. On a CPU, also checks that the step can fit the available
+    /// memory. Returns the bytes of the tensors that this rank writes into a checkpoint.
+    ///
+    /// # Errors
+    /// Returns the errors of [`Self::plan`] and of [`Self::build`] about the device and the memory.
+    pub fn check(&self, rank: usize) -> Result<u64> {
+        let Self { build, options, .. } = self;
+        options.check()?;
+        options.device.expect_there()?;
+        let ranks = RankPlan::of(&options.step, rank)?;
+        let mut step = options.step.clone();
+        // The device that `Auto` finds decides about the budget. Without a budget, any plan will do.
+        let decides = options.device == DeviceChoice::Auto && options.device.may_be_gpu();
+        step.memory.budget = step.memory.budget.filter(|_| !decides);
+        if step.memory.budget.is_none() {
+            step.memory.planning = 0;
+        }
+        let (executable, compiled) = self.purpose.compile(build, &step, &ranks, options.target())?;
+        let least = executable.solution().lower_bound;
+        if !options.device.may_be_gpu()
+            && let Some((available, limit)) = available_memory().filter(|(bytes, _)| *bytes < least)
+        {
+            let largest = largest_at_peak(&executable, 8);
+            return Err(RuntimeError::DoesNotFit { needed: least, available, limit, largest }.into());
+        }
+        let is_first = ranks.at.data == 0 && ranks.at.expert == 0;
+        let is_saved = |name: &str| compiled.layout.parts.get(name).map_or(is_first, |part| part.is_first_copy);
+        let tensors = [Role::Parameter, Role::OptimizerState].into_iter().flat_map(|role| executable.specs(role));
+        Ok(tensors.filter(|(name, _)| is_saved(name)).map(|(_, spec)| spec.bytes()).sum())
     }
 
     /// Plans all ranks of the mesh. Ranks with the same stages have equal plans, so each group of such ranks is planned
@@ -258,7 +291,13 @@ impl Trainer {
         };
         let schedule = options.learning_rate.check()?;
         tracing::info!("{device}");
-        let CompiledStep { parameters, vocabulary, layout, watched, model, program: _ } = compiled;
+        let CompiledStep { parameters, vocabulary, layout, watched, model, causality, uncached, program: _ } = compiled;
+        if let Some(culprit) = uncached {
+            tracing::warn!("{culprit} combines tokens and has no cache: each generated token reads the whole window");
+        }
+        if let (Causality::NotCausal(culprit), Some(_)) = (&causality, programs.train) {
+            tracing::warn!("{}; the model cannot learn to predict the next token", not_causal(culprit));
+        }
         let (at, step, world) = (plan.at, 0, None);
         let scalars_inputs = options.step.update.scalars_inputs();
         let share = Share::of(&options.step, at);
@@ -276,6 +315,7 @@ impl Trainer {
             layout,
             watched,
             model,
+            causality,
             at,
             share,
             step,

@@ -35,8 +35,8 @@ use crate::error::{Result, TrainError};
 use crate::learning_rate::Schedule;
 use gapless_compile::ProgramId;
 use gapless_compile::report::{self, Report};
-use gapless_graph::LossPart;
 use gapless_graph::optim::SCALARS;
+use gapless_graph::{Causality, Culprit, LossPart};
 use gapless_runtime::RunOptions;
 #[cfg(feature = "cuda")]
 use gapless_runtime::cuda;
@@ -111,6 +111,7 @@ pub struct Trainer {
     scalars_inputs: Vec<String>,
     /// A digest of the model's graph, which must be equal on all ranks.
     model: String,
+    causality: Causality,
     /// The communicator to all ranks; `None` if there is only one.
     world: Option<Box<dyn Communicator>>,
     batch_check: Option<BatchCheck>,
@@ -128,6 +129,14 @@ struct Programs {
     generation: Option<(ProgramId, ProgramId)>,
 }
 
+/// The remedy for a model that is not causal.
+const CAUSAL_REMEDY: &str = "let each token read only itself and earlier ones, such as by causal_attention";
+
+/// Says that tokens depend on later tokens through this operation.
+fn not_causal(culprit: &Culprit) -> String {
+    format!("through {culprit}, tokens depend on later tokens, which are unknown when a text is continued")
+}
+
 impl Trainer {
     /// The options that the trainer was built with.
     pub fn options(&self) -> &TrainOptions {
@@ -137,6 +146,20 @@ impl Trainer {
     /// Number of steps taken so far.
     pub fn steps(&self) -> u64 {
         self.step
+    }
+
+    /// Whether the logits of a token depend on later tokens. Next-token prediction requires [`Causality::Causal`].
+    pub fn causality(&self) -> &Causality {
+        &self.causality
+    }
+
+    /// Checks that no token is known to depend on later tokens.
+    ///
+    /// # Errors
+    /// Returns an error that names the operation through which a token depends on later ones.
+    pub fn expect_causal(&self) -> Result<()> {
+        let Causality::NotCausal(culprit) = &self.causality else { return Ok(()) };
+        Err(TrainError::config("model", not_causal(culprit), CAUSAL_REMEDY))
     }
 
     /// The device that the trainer runs on.

@@ -1,10 +1,10 @@
 //! `gapless eval`: the perplexity of a model on a text. The model comes from a run or from a Hugging Face folder.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use anyhow::{Context, ensure};
-use gapless::engine::data::{Corpus, DataError, Dataset, TokenWidth, Tokenizer, Tokens, ValidationWindows};
+use gapless::engine::data::{Dataset, Format, TokenWidth, ValidationWindows};
 use gapless::run::{EvaluationBatch, TrainedRun, WindowLoss};
 use gapless::{DeviceChoice, StepOptions, TrainOptions, Trainer};
 use indicatif::{ProgressBar, ProgressStyle};
@@ -12,17 +12,22 @@ use indicatif::{ProgressBar, ProgressStyle};
 use crate::output::{exit_code, print, tell};
 use crate::weights::{self, FolderArguments, Pretrained};
 
-/// Measure the perplexity of a model (of a run or a Hugging Face folder) on a text: e to the power of the mean loss per token.
+/// Maximum number of tokens per window for a Hugging Face folder, if the arguments do not give it.
+const FOLDER_SEQUENCE: usize = 1024;
+
+/// Measure the perplexity of a model (of a run or a Hugging Face folder) on data: e to the power of the mean loss per token.
 ///
-/// The text is split into adjacent windows, each of which is evaluated on its own.
+/// A text is split into adjacent windows, each of which is evaluated on its own. Of prompts with completions and of
+/// conversations (data.format of the run, or --format), only the answers are measured.
 #[derive(Debug, clap::Args)]
 pub struct Arguments {
     /// A run's folder (its newest checkpoint is used), or one of its checkpoints; a folder with config.json, safetensors files
     /// and tokenizer.json; or the folder of an adapter (adapter_config.json), which names its base.
     folder: PathBuf,
-    /// A file or folder of text, read as by train; token ids as .bin (16 bits wide, 32 for a model with more than 65,536 tokens, or as a
-    /// header of llm.c says); or the folder of a prepared dataset, whose validation part is used. Special tokens that a text spells out
-    /// are encoded as such for a folder's model, as in transformers, and as data.special_tokens says for a run.
+    /// A file or folder of text, or a .jsonl or .parquet file, read as by train; token ids as .bin (16 bits wide, 32 for a model with
+    /// more than 65,536 tokens, or as a header of llm.c says); or the folder of a prepared dataset, whose validation part is used. Special
+    /// tokens that a text spells out are encoded as such for a folder's model, as in transformers, and as data.special_tokens says for a
+    /// run.
     data: PathBuf,
     /// Use the averages of a run's weights (optimizer.average) instead of the weights.
     #[arg(long)]
@@ -30,9 +35,12 @@ pub struct Arguments {
     /// The width of ids in a .bin without a header: u16, u32 or u64.
     #[arg(long, value_parser = token_width)]
     token_width: Option<TokenWidth>,
-    /// Tokens per window.
-    #[arg(long, default_value_t = 1024, value_parser = clap::value_parser!(u32).range(1..))]
-    sequence: u32,
+    /// The contents of a line of a .jsonl or .parquet file: text, prompt or chat. The default is data.format of the run, or text.
+    #[arg(long, value_parser = format)]
+    format: Option<Format>,
+    /// Tokens per window. The default is step.sequence of the run; for a folder, as many as the model was trained on, and at most 1024.
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
+    sequence: Option<u32>,
     /// Windows per batch.
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
     batch: u32,
@@ -56,6 +64,10 @@ fn token_width(text: &str) -> Result<TokenWidth, String> {
     serde_json::from_value(text.into()).map_err(|_| "not a width; use u16, u32 or u64".to_owned())
 }
 
+fn format(text: &str) -> Result<Format, String> {
+    serde_json::from_value(text.into()).map_err(|_| "not a format; use text, prompt or chat".to_owned())
+}
+
 /// Runs the command and reports errors.
 pub fn run(arguments: &Arguments) -> ExitCode {
     exit_code("eval", evaluate(arguments))
@@ -64,19 +76,22 @@ pub fn run(arguments: &Arguments) -> ExitCode {
 fn evaluate(arguments: &Arguments) -> anyhow::Result<()> {
     // Open the windows of data, and a model for one batch of them.
     let source = ModelSource::open(arguments)?;
-    let mut sequence = arguments.sequence as usize;
-    if let Some(longest) = source.longest_sequence()?.filter(|&longest| longest < sequence) {
-        tell(format_args!("windows are shortened to {longest} tokens, the model's maximum"));
+    let longest = source.longest_sequence()?;
+    let mut sequence = arguments.sequence.map_or_else(|| source.default_sequence(), |sequence| sequence as usize);
+    if let Some(longest) = longest.filter(|&longest| longest < sequence) {
+        if arguments.sequence.is_some() {
+            tell(format_args!("windows are shortened to {longest} tokens, the model's maximum"));
+        }
         sequence = longest;
     }
-    let windows = Windows::open(&source, arguments, &mut sequence)?;
+    let data = Data::open(&source, arguments)?;
+    let (windows, documents) = data.windows(&mut sequence, arguments)?;
     if let ModelSource::Folder(opened) = &source {
         weights::tell_of_positions(opened.folder.config(), sequence);
     }
-    let count = windows.count(sequence).min(arguments.windows.unwrap_or(usize::MAX));
-    ensure!(count > 0, "{} has no window of {sequence} tokens; use a shorter --sequence", arguments.data.display());
+    let count = windows.count().min(arguments.windows.unwrap_or(usize::MAX));
+    ensure!(count > 0, "--windows is 0; measure at least 1");
     let batch = (arguments.batch as usize).min(count);
-    let documents = windows.has_documents(&source);
     let mut model = source.model(arguments, batch, sequence, documents)?;
 
     // Measure the loss of all windows.
@@ -86,7 +101,10 @@ fn evaluate(arguments: &Arguments) -> anyhow::Result<()> {
     while done < count {
         let taken = batch.min(count - done);
         let [tokens, targets, starts] = room.windows(taken, sequence);
-        windows.fill(done, sequence, tokens, targets, starts)?;
+        match documents {
+            true => windows.fill_documents(done, tokens, targets, starts)?,
+            false => windows.fill(done, tokens, targets)?,
+        }
         (measured, done) = (measured.with(room.measure(&mut model, taken)?), done + taken);
         progress.set_position(done as u64);
         progress.set_message(format!("{:.3}", measured.mean().unwrap_or(f64::NAN).exp()));
@@ -94,7 +112,8 @@ fn evaluate(arguments: &Arguments) -> anyhow::Result<()> {
     progress.finish_and_clear();
 
     // Print the result.
-    let (loss, measured) = (measured.mean().context("all targets are ignored, so there is no loss")?, measured.counted);
+    let none = "no target counts in the loss; raise --windows or --sequence";
+    let (loss, measured) = (measured.mean().context(none)?, measured.counted);
     let perplexity = loss.exp();
     print(|out| match arguments.json {
         true => {
@@ -132,33 +151,12 @@ impl ModelSource {
         })
     }
 
-    /// Returns the number of tokens in the model's vocabulary.
-    fn vocabulary(&self) -> usize {
+    /// Returns the number of tokens per window if the arguments do not give it.
+    fn default_sequence(&self) -> usize {
         match self {
-            Self::Run(run) => run.vocabulary.size(),
-            Self::Folder(opened) => opened.folder.config().vocabulary(),
-        }
-    }
-
-    /// Tokenizes the text that the arguments name. Each document begins with the special tokens that the tokenizer puts
-    /// before a text. If there are several documents, which are lines of a .jsonl file or files of a folder, each also
-    /// ends with the end-of-text token of the run or model folder.
-    fn encode(&self, arguments: &Arguments) -> anyhow::Result<Vec<u32>> {
-        let corpus = Corpus::read(&arguments.data)?;
-        let texts = corpus.documents();
-        let joined = |encode: &dyn Fn(&str) -> Result<Vec<u32>, DataError>, end: Option<u32>| {
-            let mut ids = Vec::new();
-            for document in texts {
-                ids.extend(encode(&document.text)?);
-                ids.extend(end.filter(|_| texts.len() > 1));
-            }
-            Ok(ids)
-        };
-        match self {
-            Self::Run(run) => joined(&|text| run.vocabulary.encode_beginning(text), run.vocabulary.end_of_text()),
+            Self::Run(run) => run.config.step.sequence,
             Self::Folder(opened) => {
-                let tokenizer = Tokenizer::open(&opened.tokenizer)?;
-                joined(&|text| tokenizer.encode(text, true), tokenizer.eos())
+                opened.folder.config().trained_positions().unwrap_or(usize::MAX).min(FOLDER_SEQUENCE)
             }
         }
     }
@@ -178,22 +176,21 @@ impl ModelSource {
     }
 }
 
-/// Token ids, divided into windows.
-enum Windows {
-    /// Adjacent windows, starting with the first token. The last target of a window is the token that follows the
-    /// window.
-    Tokens(Tokens),
-    /// Windows of a prepared dataset.
-    Dataset(ValidationWindows),
+/// The data to measure, all of which is the validation part.
+struct Data {
+    dataset: Dataset,
+    /// True if the documents of a text are isolated from each other, because they were isolated in training.
+    isolates: bool,
+    /// True if only answers are measured.
+    has_answers: bool,
 }
 
-impl Windows {
-    /// Opens a text, token ids or a dataset, and divides the tokens into windows of `sequence` tokens. If the text is
-    /// too short for one window, `sequence` is reduced so that the whole text is one window.
-    fn open(source: &ModelSource, arguments: &Arguments, sequence: &mut usize) -> anyhow::Result<Self> {
+impl Data {
+    fn open(source: &ModelSource, arguments: &Arguments) -> anyhow::Result<Self> {
         let path = &arguments.data;
         if path.join("dataset.json").exists() {
             let dataset = Dataset::open_prepared(path)?;
+            let mut isolates = false;
             if let ModelSource::Run(run) = source {
                 let is_same = dataset.vocabulary().hash() == run.vocabulary.hash();
                 ensure!(
@@ -201,58 +198,55 @@ impl Windows {
                     "{} has another vocabulary than the run; use data that the run's tokenizer encoded",
                     path.display()
                 );
+                isolates = run.config.data.has_documents();
             }
-            let windows = dataset.validation(*sequence, usize::MAX)?;
-            return Ok(Self::Dataset(windows.with_context(|| {
-                format!("{} has no validation part; prepare it with data.validation_every", path.display())
-            })?));
+            ensure!(
+                dataset.validation_tokens() > 0,
+                "{} has no validation part; prepare it with data.validation_every",
+                path.display()
+            );
+            return Self { dataset, isolates, has_answers: false }.with_a_target(path);
         }
-        let tokens = match path.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("bin")) {
-            true => Tokens::open_for(&[path], arguments.token_width, source.vocabulary())?,
-            false => Tokens::from_ids(source.encode(arguments)?),
+        let (dataset, format, isolates) = match source {
+            ModelSource::Run(run) => {
+                // A file without lines holds no examples.
+                let of_run = if Format::is_read_from(path) { run.config.data.format } else { Format::Text };
+                let format = arguments.format.unwrap_or(of_run);
+                (run.held_out(path, format, arguments.token_width)?, format, run.config.data.isolate_documents)
+            }
+            ModelSource::Folder(opened) => {
+                let format = arguments.format.unwrap_or_default();
+                (opened.held_out(path, format, arguments.token_width)?, format, false)
+            }
         };
-        ensure!(tokens.count() > 1, "{} has {} tokens, but a loss needs at least 2", path.display(), tokens.count());
-        *sequence = (*sequence).min(usize::try_from(tokens.count() - 1).unwrap_or(usize::MAX));
-        let left = (tokens.count() - 1) % *sequence as u64;
-        if left > 0 {
-            tell(format_args!("the last {left} tokens do not fill a window and are skipped"));
-        }
-        Ok(Self::Tokens(tokens))
+        Self { dataset, isolates, has_answers: format.has_answers() }.with_a_target(path)
     }
 
-    fn count(&self, sequence: usize) -> usize {
-        match self {
-            Self::Tokens(tokens) => ((tokens.count() - 1) / sequence as u64) as usize,
-            Self::Dataset(windows) => windows.count(),
-        }
+    fn with_a_target(self, path: &Path) -> anyhow::Result<Self> {
+        let tokens = self.dataset.validation_tokens();
+        ensure!(tokens > 1, "{} has {tokens} tokens, but a loss needs at least 2", path.display());
+        Ok(self)
     }
 
-    /// True if the documents of a window must be isolated from each other, because they were isolated in training.
-    fn has_documents(&self, source: &ModelSource) -> bool {
-        match (self, source) {
-            (Self::Dataset(_), ModelSource::Run(run)) => run.config.data.has_documents(),
-            _ => false,
+    /// Divides the data into windows of `sequence` tokens. If a text is too short for one window, `sequence` is reduced
+    /// so that the whole text is one window. Also returns whether the model must separate documents.
+    fn windows(&self, sequence: &mut usize, arguments: &Arguments) -> anyhow::Result<(ValidationWindows, bool)> {
+        let tokens = self.dataset.validation_tokens();
+        if !self.has_answers {
+            *sequence = (*sequence).min(usize::try_from(tokens - 1).unwrap_or(usize::MAX));
         }
-    }
-
-    /// Fills the buffers with consecutive windows, beginning with window number `first`. Also fills `starts` with the
-    /// document starts, unless `starts` is empty.
-    fn fill(
-        &self,
-        first: usize,
-        sequence: usize,
-        tokens: &mut [u32],
-        targets: &mut [u32],
-        starts: &mut [u32],
-    ) -> anyhow::Result<()> {
-        match self {
-            Self::Tokens(ids) => {
-                let start = (first * sequence) as u64;
-                ids.read(start, tokens)?;
-                ids.read(start + 1, targets)?;
-            }
-            Self::Dataset(windows) => windows.fill_documents(first, tokens, targets, starts)?,
+        // A part of a window needs padding. Only the CPU leaves padding out of the loss.
+        let left = if self.has_answers { 0 } else { (tokens - 1) % *sequence as u64 };
+        let documents = self.has_answers || self.isolates || (left > 0 && !arguments.device.may_be_gpu());
+        let windows = match documents {
+            true => self.dataset.padded_validation(*sequence, self.isolates)?,
+            false => self.dataset.validation(*sequence, usize::MAX)?,
+        };
+        if left > 0 && !documents {
+            tell(format_args!(
+                "the last {left} tokens do not fill a window and are skipped; --device cpu measures them"
+            ));
         }
-        Ok(())
+        Ok((windows.context("all data are for validation")?, documents))
     }
 }

@@ -3,6 +3,9 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::{anyhow, ensure};
+use gapless::engine::data::{
+    Corpus, DataOptions, Dataset, Format, Source, TextOptions, TokenWidth, Tokenizer, Vocabulary, VocabularyChoice,
+};
 use gapless::models::hf::{Adapter, Config, Folder, HfError};
 use gapless::run::TrainedRun;
 use gapless::{Precision, StepOptions, TrainOptions, Trainer};
@@ -74,6 +77,33 @@ impl Pretrained {
         };
         opened.folder.notices().iter().for_each(tell);
         Ok(opened)
+    }
+
+    /// Opens data to measure the model on. All of it is for validation. Each document of a text has the special tokens
+    /// that the tokenizer puts around a text. If there are several documents, each also ends with the end-of-text token.
+    pub fn held_out(&self, path: &Path, format: Format, width: Option<TokenWidth>) -> anyhow::Result<Dataset> {
+        let file = match self.tokenizer.is_dir() {
+            true => self.tokenizer.join("tokenizer.json"),
+            false => self.tokenizer.clone(),
+        };
+        let text = TextOptions { special: true, ..TextOptions::default() };
+        let size = self.folder.config().vocabulary();
+        let ids = || Vocabulary::ids(size);
+        if format.has_answers() || Source::from(path.to_owned()).is_ids()? {
+            // Ids need no tokenizer.
+            let vocabulary = if format.has_answers() { Vocabulary::open_with(&file, &text)? } else { ids() };
+            let vocabulary_choice = VocabularyChoice::File(file);
+            let options = DataOptions { vocabulary: vocabulary_choice, text, width, ..DataOptions::default() };
+            return Ok(Dataset::held_out(path, format, &vocabulary, &options)?);
+        }
+        let (tokenizer, corpus) = (Tokenizer::open(&self.tokenizer)?, Corpus::read(path)?);
+        let ends = corpus.documents().len() > 1;
+        let mut tokens = Vec::new();
+        for document in corpus.documents() {
+            tokens.extend(tokenizer.encode(&document.text, true)?);
+            tokens.extend(tokenizer.eos().filter(|_| ends));
+        }
+        Ok(Dataset::from_tokens(tokens, ids(), 0)?.for_validation())
     }
 
     /// Builds the model with its weights. The precision in `options` is replaced by the precision that the arguments

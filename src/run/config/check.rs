@@ -68,7 +68,8 @@ impl RunConfig {
                 return fail(key, "is not a valid time".into(), "set it above 0, or leave it out");
             }
         }
-        if self.evaluation.patience > 0 && (self.evaluation.every == 0 || self.data.validation_every == 0) {
+        let has_validation = self.evaluation.path.is_some() || self.data.validation_every > 0;
+        if self.evaluation.patience > 0 && (self.evaluation.every == 0 || !has_validation) {
             let why = "the run has no evaluations".to_owned();
             return fail("evaluation.patience", why, "set evaluation.every and data.validation_every, or leave it out");
         }
@@ -152,7 +153,8 @@ impl RunConfig {
             return fail("data.path", "is missing".into(), "name a file or folder to learn from");
         }
         let sources = self.data.mix.iter().map(|source| ("data.mix", &source.path));
-        let sources: Vec<_> = std::iter::once(("data.path", &self.data.path)).chain(sources).collect();
+        let held_out = self.evaluation.path.iter().map(|path| ("evaluation.path", path));
+        let sources: Vec<_> = std::iter::once(("data.path", &self.data.path)).chain(sources).chain(held_out).collect();
         if let Some((key, path)) = sources.iter().find(|(_, path)| !path.exists()) {
             return fail(key, format!("there is no {}", path.display()), "name a file or folder that exists");
         }
@@ -178,10 +180,13 @@ impl RunConfig {
                 "choose a smaller value",
             );
         }
-        let other = sources.iter().map(|(_, path)| path).find(|path| !Format::is_read_from(path) || !path.is_file());
-        if let Some(path) = other.filter(|_| self.data.format.has_answers()) {
+        let other = sources.iter().find(|(_, path)| !Format::is_read_from(path) || !path.is_file());
+        if let Some((key, path)) = other.filter(|_| self.data.format.has_answers()) {
             let why = format!("{} is not a .jsonl or .parquet file, which the format needs", path.display());
-            return fail("data.format", why, "name one in data.path, or leave data.format out");
+            return match *key {
+                "evaluation.path" => fail(key, why, "name one, in the format of data.format"),
+                _ => fail("data.format", why, "name one in data.path, or leave data.format out"),
+            };
         }
         Ok(())
     }

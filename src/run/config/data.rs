@@ -1,9 +1,9 @@
 //! `[data]`: the training data.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use gapless_engine::data::{
-    Answers, DataError, DataOptions, Dataset, Format, Source, TextOptions, TokenWidth, VocabularyChoice,
+    Answers, DataError, DataOptions, Dataset, Format, Source, TextOptions, TokenWidth, Vocabulary, VocabularyChoice,
 };
 use gapless_models::hf::Config;
 use schemars::JsonSchema;
@@ -138,20 +138,8 @@ impl RunConfig {
     /// # Errors
     /// Returns the errors of [`Dataset::prepare`], and an error if the model folder cannot be read.
     pub fn dataset(&self) -> Result<Dataset, RunError> {
-        let DataConfig { path, mix, tokenizer, format, answers, validation_every, cache, .. } = self.data.clone();
-        let beside = match &self.model {
-            ModelConfig::Folder(folder) => Some(folder.join("tokenizer.json")),
-            _ => None,
-        };
-        let vocabulary = match (tokenizer.or(beside), &self.model) {
-            (Some(file), ..) if file.exists() => VocabularyChoice::File(file),
-            // Data that consist of token ids need no tokenizer. The config.json of the model gives the vocabulary size.
-            (_, ModelConfig::Folder(folder)) => VocabularyChoice::Ids { size: Config::read(folder)?.vocabulary() },
-            (Some(file), ..) => VocabularyChoice::File(file),
-            (None, _) => VocabularyChoice::of_size(self.data.vocabulary_size()),
-        };
-        let (text, width) = (self.data.text_options(), self.data.token_width);
-        let options = DataOptions { vocabulary, validation_every, text, width, answers, cache };
+        let DataConfig { path, mix, format, .. } = self.data.clone();
+        let options = self.data_options()?;
         if mix.is_empty() {
             return Ok(match format.has_answers() {
                 true => Dataset::examples(&path, format, &options),
@@ -166,5 +154,50 @@ impl RunConfig {
         }
         let sources: Vec<(Source, f64)> = sources.map(|(path, weight)| (Source::from(path), weight)).collect();
         Ok(Dataset::prepare_mixture(&sources, &options)?)
+    }
+
+    /// Opens data that the run does not train on, in the format of the run's data. All of it is for validation.
+    /// `vocabulary` is the vocabulary of the run's dataset.
+    ///
+    /// # Errors
+    /// Returns the errors of [`Dataset::held_out`], and an error if the model folder cannot be read.
+    pub fn held_out(&self, path: &Path, vocabulary: &Vocabulary) -> Result<Dataset, RunError> {
+        Ok(Dataset::held_out(path, self.data.format, vocabulary, &self.data_options()?)?)
+    }
+
+    fn data_options(&self) -> Result<DataOptions, RunError> {
+        let DataConfig { answers, cache, token_width: width, .. } = self.data.clone();
+        // Data for validation of their own take the place of a part of the training data.
+        let validation_every = if self.evaluation.path.is_some() { 0 } else { self.data.validation_every };
+        let (vocabulary, text) = (self.vocabulary_choice()?, self.data.text_options());
+        Ok(DataOptions { vocabulary, validation_every, text, width, answers, cache })
+    }
+
+    /// Returns the tokenizer of the run's data.
+    fn vocabulary_choice(&self) -> Result<VocabularyChoice, RunError> {
+        let beside = match &self.model {
+            ModelConfig::Folder(folder) => Some(folder.join("tokenizer.json")),
+            _ => None,
+        };
+        Ok(match (self.data.tokenizer.clone().or(beside), &self.model) {
+            (Some(file), ..) if file.exists() => VocabularyChoice::File(file),
+            // Data that consist of token ids need no tokenizer. The config.json of the model gives the vocabulary size.
+            (_, ModelConfig::Folder(folder)) => VocabularyChoice::Ids { size: Config::read(folder)?.vocabulary() },
+            (Some(file), ..) => VocabularyChoice::File(file),
+            (None, _) => VocabularyChoice::of_size(self.data.vocabulary_size()),
+        })
+    }
+
+    /// Returns the size of the vocabulary before the data are read. If the vocabulary is trained on the data, this is
+    /// its maximum.
+    ///
+    /// # Errors
+    /// Returns an error if the tokenizer or the model folder cannot be read.
+    pub(in crate::run) fn expected_vocabulary(&self) -> Result<usize, RunError> {
+        Ok(match self.vocabulary_choice()? {
+            VocabularyChoice::File(file) => Vocabulary::open_with(&file, &self.data.text_options())?.size(),
+            VocabularyChoice::Bytes => Vocabulary::bytes().size(),
+            VocabularyChoice::Ids { size } | VocabularyChoice::Bpe { size } => size,
+        })
     }
 }

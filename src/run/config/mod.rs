@@ -131,9 +131,13 @@ impl PartialEq for RunConfig {
 }
 
 /// `[evaluation]`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct EvaluationConfig {
+    /// The data to evaluate on: a file or folder of the same kind and format as `data.path`. It is held in memory. With
+    /// this key, no part of the training data is used for validation (`data.validation_every`).
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub path: Option<PathBuf>,
     /// The number of steps between evaluations; 0 evaluates only at the end.
     pub every: u64,
     /// The maximum number of windows of `step.sequence` tokens per evaluation, spread evenly over the validation data;
@@ -186,7 +190,7 @@ fn default_steps() -> u64 {
 
 impl Default for EvaluationConfig {
     fn default() -> Self {
-        Self { every: 100, windows: 32, patience: 0 }
+        Self { path: None, every: 100, windows: 32, patience: 0 }
     }
 }
 
@@ -220,6 +224,7 @@ impl RunConfig {
         let sources = data.mix.iter_mut().map(|source| &mut source.path);
         let mut paths: Vec<&mut PathBuf> = sources.chain(&mut data.tokenizer).collect();
         paths.extend([&mut data.path, &mut data.cache]);
+        paths.extend(&mut self.evaluation.path);
         if let ModelConfig::Folder(path) = &mut self.model {
             paths.push(path);
         }

@@ -9,10 +9,10 @@ use std::collections::HashMap;
 
 use candle_core::DType;
 use gapless_alloc::Role;
-use gapless_graph::{Sequences, Spec, Tensor};
+use gapless_graph::{Culprit, Sequences, Spec, Tensor, cache_obstacle};
 
 use super::record::Trace;
-use super::{Build, CheckpointLayout, CompiledStep, RankPlan, StepOptions, evaluation, forward, logits};
+use super::{Build, CheckpointLayout, CompiledStep, Logits, RankPlan, StepOptions, evaluation, forward};
 use crate::Executable;
 use crate::error::{Error, Result};
 use crate::link::compile;
@@ -47,15 +47,9 @@ impl Generation {
         (window, self.chunk.min(window))
     }
 
-    /// Returns the programs `prefill` and `decode`.
-    pub(super) fn programs(
-        &self,
-        build: &Build<'_>,
-        options: &StepOptions,
-        ranks: &RankPlan,
-        target: Target,
-    ) -> Result<Vec<Program>> {
-        let (window, chunk) = self.window(options);
+    /// Checks the extents, and that the mesh allows caches.
+    fn check(&self, options: &StepOptions, ranks: &RankPlan) -> Result<()> {
+        let (_, chunk) = self.window(options);
         if self.batch == 0 || chunk == 0 {
             let why = "batch, window or chunk is 0";
             return Err(Error::config("generation", why, "set each to at least 1"));
@@ -68,8 +62,45 @@ impl Generation {
                 "use one pipeline rank and one expert rank, or leave generation out",
             ));
         }
+        Ok(())
+    }
+
+    /// Returns the programs `prefill` and `decode`.
+    fn programs(
+        &self,
+        build: &Build<'_>,
+        options: &StepOptions,
+        ranks: &RankPlan,
+        target: Target,
+    ) -> Result<Vec<Program>> {
+        let (window, chunk) = self.window(options);
         let program = |name, tokens| self.program(build, options, ranks, target, (name, tokens, window));
         Ok(vec![program("prefill", chunk)?, program("decode", 1)?])
+    }
+
+    /// Returns the operation because of which the model cannot continue sequences with caches, or `None` if it can.
+    fn obstacle(&self, build: &Build<'_>, options: &StepOptions, ranks: &RankPlan) -> Result<Option<Culprit>> {
+        let (window, chunk) = self.window(options);
+        // With one token at a time, an operation that combines tokens looks like any other.
+        let (trace, logits) = self.trace(build, options, ranks, (1, chunk.max(2).min(window)), window)?;
+        Ok(cache_obstacle(&trace.lock(), trace.tokens.id(), logits.id()))
+    }
+
+    /// Records the model's forward of sequences that are continued. Returns the logits of all tokens.
+    fn trace(
+        &self,
+        build: &Build<'_>,
+        options: &StepOptions,
+        ranks: &RankPlan,
+        extents: (usize, usize),
+        window: usize,
+    ) -> Result<(Trace, Tensor)> {
+        let (trace, model) = Trace::new(build, options, ranks, extents, false)?;
+        let positions = trace.input("positions", trace.tokens.spec().clone())?.id();
+        trace.lock().set_sequences(Sequences::Continued { positions, window });
+        let logits = model.forward(&trace.tokens, false)?;
+        drop(model);
+        Ok((trace, logits))
     }
 
     /// Returns a program that outputs the logits of one token of each sequence, f32 [batch, 1, vocabulary].
@@ -81,10 +112,7 @@ impl Generation {
         target: Target,
         (name, tokens, window): (&str, usize, usize),
     ) -> Result<Program> {
-        let (trace, model) = Trace::new(build, options, ranks, (self.batch, tokens), false)?;
-        let positions = trace.input("positions", trace.tokens.spec().clone())?.id();
-        trace.lock().set_sequences(Sequences::Continued { positions, window });
-        let logits = model.forward(&trace.tokens, false)?;
+        let (trace, logits) = self.trace(build, options, ranks, (self.batch, tokens), window)?;
         let logits = if tokens == 1 { logits } else { one_of_each(&trace, &logits)? };
         let logits = logits.contiguous()?.to_dtype(DType::F32)?;
         forward(&trace, name, Output::everywhere("logits", logits.id()), ranks, &ParameterStages::new(), target)
@@ -111,9 +139,36 @@ fn one_of_each(trace: &Trace, logits: &Tensor) -> Result<Tensor> {
     Ok(pick(&inputs[0])?.linear(&inputs[1], inputs.get(2))?)
 }
 
+/// Returns the programs that continue sequences with caches. Returns no programs if the options set no caches, or if the
+/// model has an operation that combines tokens and has no cache. In the second case, also returns this operation.
+///
+/// # Errors
+/// Returns the errors of recording the model. If the model cannot use caches, returns an error if the options set a
+/// window that differs from the sequence length, which is the window of generation without caches.
+pub(super) fn cached(
+    build: &Build<'_>,
+    options: &StepOptions,
+    ranks: &RankPlan,
+    target: Target,
+    logits: &Logits,
+) -> Result<(Vec<Program>, Option<Culprit>)> {
+    let Some(generation) = options.caches(target) else { return Ok((Vec::new(), None)) };
+    generation.check(options, ranks)?;
+    let obstacle = match &logits.obstacle {
+        Some(culprit) => Some(culprit.clone()),
+        None => generation.obstacle(build, options, ranks)?,
+    };
+    let Some(culprit) = obstacle else { return Ok((generation.programs(build, options, ranks, target)?, None)) };
+    if generation.window.is_some_and(|window| window != options.sequence) {
+        let why = format!("{culprit} combines tokens and has no cache, so the window has step.sequence tokens");
+        return Err(Error::config("generation.window", why, "leave it out, or set step.sequence to it"));
+    }
+    Ok((Vec::new(), Some(culprit)))
+}
+
 /// Compiles into one arena the programs of a model that is not trained. One of them is the evaluation. With caches,
-/// `prefill` and `decode` are added. Without caches, the program that computes the logits of one sequence is added
-/// instead.
+/// `prefill` and `decode` are added. Without caches, or if the model cannot use them, the program that computes the
+/// logits of one sequence is added instead.
 ///
 /// # Errors
 /// Returns the errors of [`compile_step`](super::compile_step).
@@ -124,12 +179,11 @@ pub fn compile_inference(
     target: Target,
 ) -> Result<(Executable, CompiledStep)> {
     let stages = ParameterStages::new();
-    let (logits, vocabulary) = logits(build, options, ranks, &stages, target)?;
+    let logits = Logits::record(build, options, ranks, &stages, target)?;
     let mut programs = vec![evaluation(build, options, ranks, &stages, target)?];
-    match options.caches(target) {
-        Some(generation) => programs.extend(generation.programs(build, options, ranks, target)?),
-        None => programs.push(logits),
-    }
+    let (generation, uncached) = cached(build, options, ranks, target, &logits)?;
+    let Logits { program, vocabulary, causality, obstacle: _ } = logits;
+    programs.extend(if generation.is_empty() { vec![program] } else { generation });
     programs.iter().for_each(|program| dump("compile", program));
     let executable = compile(&programs, &options.planning())?;
     // A parameter counts once, even if several programs read it.
@@ -143,5 +197,6 @@ pub fn compile_inference(
     }
     let parameters = parameters.values().sum();
     let (layout, watched, model) = (CheckpointLayout::default(), Vec::new(), String::new());
-    Ok((executable, CompiledStep { parameters, vocabulary, layout, watched, model, program: None }))
+    let program = None;
+    Ok((executable, CompiledStep { parameters, vocabulary, layout, watched, model, causality, uncached, program }))
 }

@@ -22,7 +22,7 @@ use std::collections::{BTreeSet, HashMap};
 use candle_core::{D, DType};
 use gapless_alloc::{Role, lower_bound};
 use gapless_graph::nn::VarBuilder;
-use gapless_graph::{LossPart, Model};
+use gapless_graph::{Causality, Culprit, LossPart, Model, cache_obstacle, causality};
 use gapless_parallel::{Kind, StageId};
 
 pub use self::generation::{Generation, compile_inference};
@@ -95,6 +95,10 @@ pub struct CompiledStep {
     /// A digest of the model's graph before its gradients are added. The digest is the same on all ranks of a mesh. It
     /// is empty if the model is not trained.
     pub model: String,
+    /// Whether the logits of a token depend on later tokens.
+    pub causality: Causality,
+    /// The operation because of which sequences are continued without the caches that the options set.
+    pub uncached: Option<Culprit>,
     /// The program of the training step; `None` if the model is not trained.
     pub program: Option<Program>,
 }
@@ -110,7 +114,7 @@ pub fn watched_output(name: &str) -> String {
 }
 
 /// Compiles into one arena the programs for the training step, the evaluation and the logits of one sequence. If
-/// [`StepOptions::caches`] returns caches, adds the programs `prefill` and `decode`.
+/// [`StepOptions::caches`] returns caches and the model can use them, adds the programs `prefill` and `decode`.
 ///
 /// # Errors
 /// Returns an error if the options or the model's shapes do not fit together, and [`Error::OverBudget`] if nothing fits
@@ -126,12 +130,10 @@ pub fn compile_step(
     let step = record(build, options, ranks)?;
     // Two programs of the forward alone, with parameters on the same ranks as in the training step.
     let evaluate = evaluation(build, options, ranks, &step.stages, target)?;
-    let (logits, vocabulary) = logits(build, options, ranks, &step.stages, target)?;
+    let logits = Logits::record(build, options, ranks, &step.stages, target)?;
     // The programs that continue sequences. Their caches share memory with the activations of the training step.
-    let generation = match options.caches(target) {
-        Some(generation) => generation.programs(build, options, ranks, target)?,
-        None => Vec::new(),
-    };
+    let (generation, uncached) = generation::cached(build, options, ranks, target, &logits)?;
+    let Logits { program: logits, vocabulary, causality, obstacle: _ } = logits;
     // What is recomputed is chosen so that all programs fit. Then the training step is lowered, and the passes run.
     let helped = |error: Error| error.with_remedies(options);
     let recomputation = {
@@ -148,7 +150,7 @@ pub fn compile_step(
     let executable = compile(&programs, &options.planning()).map_err(helped)?;
     let TrainStep { parameters, layout, watched, model, .. } = step;
     let program = programs.into_iter().next();
-    Ok((executable, CompiledStep { parameters, vocabulary, layout, watched, model, program }))
+    Ok((executable, CompiledStep { parameters, vocabulary, layout, watched, model, causality, uncached, program }))
 }
 
 /// Returns the program of a rank's training step, without addresses. The checker and the simulator of `parallel` work
@@ -278,20 +280,37 @@ fn evaluation(
     forward(&trace, "evaluate", Output::everywhere("loss", loss.id()), ranks, stages, target)
 }
 
-/// Returns a program that computes the logits of one sequence in f32, and the number of token ids.
-fn logits(
-    build: &Build<'_>,
-    options: &StepOptions,
-    ranks: &RankPlan,
-    stages: &ParameterStages,
-    target: Target,
-) -> Result<(Program, usize)> {
-    let (trace, model) = Trace::new(build, options, ranks, (1, options.sequence), false)?;
-    let logits = model.forward(&trace.tokens, false)?;
-    let vocabulary = logits.dim(D::Minus1)?.min(trace.smallest_table());
-    let logits = logits.contiguous()?.to_dtype(DType::F32)?;
-    let program = forward(&trace, "logits", Output::everywhere("logits", logits.id()), ranks, stages, target)?;
-    Ok((program, vocabulary))
+/// The forward of one sequence.
+struct Logits {
+    /// The program that computes the logits in f32.
+    program: Program,
+    /// Number of token ids.
+    vocabulary: usize,
+    causality: Causality,
+    /// The operation because of which the model cannot continue sequences with caches, as far as the forward of a whole
+    /// sequence shows it.
+    obstacle: Option<Culprit>,
+}
+
+impl Logits {
+    fn record(
+        build: &Build<'_>,
+        options: &StepOptions,
+        ranks: &RankPlan,
+        stages: &ParameterStages,
+        target: Target,
+    ) -> Result<Self> {
+        let (trace, model) = Trace::new(build, options, ranks, (1, options.sequence), false)?;
+        let logits = model.forward(&trace.tokens, false)?;
+        let vocabulary = logits.dim(D::Minus1)?.min(trace.smallest_table());
+        let (causality, obstacle) = {
+            let (graph, tokens) = (trace.lock(), trace.tokens.id());
+            (causality(&graph, tokens, logits.id()), cache_obstacle(&graph, tokens, logits.id()))
+        };
+        let logits = logits.contiguous()?.to_dtype(DType::F32)?;
+        let program = forward(&trace, "logits", Output::everywhere("logits", logits.id()), ranks, stages, target)?;
+        Ok(Self { program, vocabulary, causality, obstacle })
+    }
 }
 
 /// Returns a program of the forward alone, partitioned into the same stages as the training step.

@@ -97,6 +97,56 @@ impl Dataset {
             VocabularyChoice::Ids { size } => Vocabulary::ids(*size),
             VocabularyChoice::Bpe { size } => Vocabulary::train(lines.iter().map(Line::text), *size)?,
         };
+        Self::of_lines(path, &lines, vocabulary, options)
+    }
+
+    /// Opens data that no training uses, for a model with this vocabulary: text, files of token ids or, if `format` has
+    /// answers, examples. All tokens are for validation, and text and examples are held in memory. If the vocabulary
+    /// was read from a tokenizer's file, `options` must name it, because the files next to it determine the chat
+    /// template.
+    ///
+    /// Each document of a text begins with the special tokens that the vocabulary puts before a text. If there are
+    /// several documents, which are lines of a .jsonl file or files of a folder, each also ends with the end-of-text
+    /// token.
+    ///
+    /// # Errors
+    /// Returns an error if there is no data of the format, or if a token is outside the vocabulary. Also returns the
+    /// errors of [`Self::examples`].
+    pub fn held_out(
+        path: &Path,
+        format: Format,
+        vocabulary: &Vocabulary,
+        options: &DataOptions,
+    ) -> Result<Self, DataError> {
+        if format.has_answers() {
+            let lines = read_lines(path, format)?;
+            return Ok(Self::of_lines(path, &lines, vocabulary.clone(), options)?.for_validation());
+        }
+        if let Some((files, _)) = token_files(path)? {
+            let tokens = Tokens::open_for(&files, options.width, vocabulary.size())?;
+            return Ok(Self::from_stream(tokens, vocabulary.clone(), 0, path)?.for_validation());
+        }
+        let corpus = Corpus::read(path)?;
+        let ends = corpus.documents().len() > 1;
+        let mut ids = Vec::new();
+        for document in corpus.documents() {
+            ids.extend(vocabulary.encode_beginning(&document.text)?);
+            ids.extend(vocabulary.end_of_text().filter(|_| ends));
+        }
+        Ok(Self::from_stream(Tokens::from_ids(ids), vocabulary.clone(), 0, path)?.for_validation())
+    }
+
+    /// Returns the same data, all of which is for validation.
+    #[must_use]
+    pub fn for_validation(mut self) -> Self {
+        for part in &mut self.parts {
+            (part.training, part.validation) = (0..0, 0..part.tokens.count());
+        }
+        self
+    }
+
+    /// Tokenizes examples.
+    fn of_lines(path: &Path, lines: &[Line], vocabulary: Vocabulary, options: &DataOptions) -> Result<Self, DataError> {
         let folder = match &options.vocabulary {
             VocabularyChoice::File(file) => file.parent().map(Tokenizer::open).transpose()?,
             _ => None,
@@ -105,7 +155,7 @@ impl Dataset {
         let every = options.validation_every;
         let is_validation = |index: usize| every > 0 && index % every.max(2) == every.max(2) - 1;
         let encoding = Encoding { path, vocabulary: &vocabulary, folder: folder.as_ref(), answers: options.answers };
-        let encoded = encode_lines(&lines, &encoding)?.into_iter().enumerate();
+        let encoded = encode_lines(lines, &encoding)?.into_iter().enumerate();
         let (back, mut front): (Vec<_>, Vec<_>) = encoded.partition(|(index, _)| is_validation(*index));
         let validation = back.iter().map(|(_, (tokens, _))| tokens.len() as u64).sum();
         front.extend(back);
@@ -173,6 +223,28 @@ impl Dataset {
         let cut = |part: &TokenStream| Ok((self.cut(part, &part.validation, sequence, "validation")?, part.weight));
         let cuts = there.map(cut).collect::<Result<Vec<_>, DataError>>()?;
         if cuts.is_empty() { Ok(None) } else { ValidationWindows::of(cuts, count).map(Some) }
+    }
+
+    /// Returns windows of all validation data, none of which is left out: tokens that do not fill the last window are
+    /// followed by padding, whose targets are [`IGNORED`](crate::IGNORED). So the trainer must separate documents.
+    /// Returns `None` if the dataset has no validation part. If `isolates` is true, documents of a text are separated.
+    ///
+    /// # Errors
+    /// Returns an error if there are fewer than two tokens or no answers, if `sequence` is 0, or if documents should be
+    /// separated and the vocabulary has no end-of-text token.
+    pub fn padded_validation(&self, sequence: usize, isolates: bool) -> Result<Option<ValidationWindows>, DataError> {
+        let end_of_text = self.vocabulary.end_of_text().filter(|_| isolates);
+        let mut cuts = Vec::new();
+        for part in self.parts.iter().filter(|part| !part.validation.is_empty()) {
+            let (tokens, range) = (part.tokens.clone(), part.validation.clone());
+            let cut = match &part.examples {
+                Some(_) => self.cut(part, &range, sequence, "validation")?,
+                None if isolates && end_of_text.is_none() => return Err(DataError::NoDocuments),
+                None => WindowSource::padded(tokens, range, end_of_text, sequence, "validation")?,
+            };
+            cuts.push((cut, part.weight));
+        }
+        if cuts.is_empty() { Ok(None) } else { ValidationWindows::of(cuts, usize::MAX).map(Some) }
     }
 
     /// Cuts a range of a stream into windows. If the stream has examples, the windows consist of whole examples,

@@ -195,3 +195,39 @@ fn one_prepares_and_the_others_wait() {
     assert!(hashes.iter().all(|hash| *hash == hashes[0]));
     assert_eq!(fs::read_dir(&options.cache).unwrap().count(), 1);
 }
+
+/// Held-out data are validated as a whole: the last window is padded, and short examples share rows.
+#[test]
+fn all_held_out_tokens_are_validated() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = |name: &str, text: &str| {
+        fs::write(folder.path().join(name), text).unwrap();
+        folder.path().join(name)
+    };
+    let options = options(folder.path(), VocabularyChoice::Bytes, 0);
+    let counted = |path: &Path, format, sequence, isolates| {
+        let dataset = Dataset::held_out(path, format, &Vocabulary::bytes(), &options).unwrap();
+        assert_eq!(dataset.training_tokens(), 0);
+        let windows = dataset.padded_validation(sequence, isolates).unwrap().unwrap();
+        let size = windows.count() * sequence;
+        let (mut tokens, mut targets, mut starts) = (vec![1; size], vec![1; size], vec![1; size]);
+        windows.fill_documents(0, &mut tokens, &mut targets, &mut starts).unwrap();
+        let counted = targets.iter().filter(|&&target| target != crate::IGNORED).count();
+        (windows.count(), counted, starts)
+    };
+    let text = file("a.txt", "abcdefghijk");
+    assert_eq!(counted(&text, Format::Text, 4, false), (3, 10, vec![0; 12]));
+    assert_eq!(counted(&text, Format::Text, 100, false).0, 1);
+    // The end-of-text token of the bytes, 0, ends each of two documents. The first token after it is not a target.
+    // Padding has the same id.
+    let lines = file("b.jsonl", "{\"text\": \"abc\"}\n{\"text\": \"de\"}\n");
+    assert_eq!(counted(&lines, Format::Text, 8, false), (1, 6, vec![0; 8]));
+    assert_eq!(counted(&lines, Format::Text, 8, true), (1, 5, vec![0, 0, 0, 0, 4, 4, 4, 7]));
+    // Three answers of two letters and the end of text.
+    let line = "{\"prompt\": \"x\", \"completion\": \"yz\"}\n";
+    let examples = file("c.jsonl", &line.repeat(3));
+    let (windows, targets, _) = counted(&examples, Format::Prompt, 8, true);
+    assert_eq!((windows, targets), (2, 9));
+    let one = Dataset::held_out(&file("d.txt", "a"), Format::Text, &Vocabulary::bytes(), &options).unwrap();
+    assert!(matches!(one.padded_validation(4, false), Err(DataError::TooShort { needed: 2, .. })));
+}

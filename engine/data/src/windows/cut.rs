@@ -24,6 +24,9 @@ pub(crate) struct WindowSource {
 enum Kind {
     /// Any consecutive tokens. Documents end with `end_of_text`, if that token is known.
     Stream { end_of_text: Option<u32> },
+    /// Adjacent windows of which the last one may be shorter and is then padded. Documents end with `end_of_text`, if
+    /// they are isolated.
+    Padded { end_of_text: Option<u32> },
     /// Whole examples, packed into rows.
     Rows { examples: Arc<Examples>, rows: Arc<Vec<Vec<Range<u64>>>> },
 }
@@ -48,6 +51,25 @@ impl WindowSource {
         Ok(Self { tokens, range, sequence, kind: Kind::Stream { end_of_text } })
     }
 
+    /// Creates adjacent windows of all tokens of `range`. If tokens are left for a part of a window, the rest of the
+    /// last window is padded. Documents are isolated if `end_of_text` is given.
+    pub fn padded(
+        tokens: Arc<Tokens>,
+        range: Range<u64>,
+        end_of_text: Option<u32>,
+        sequence: usize,
+        part: &'static str,
+    ) -> Result<Self, DataError> {
+        if sequence == 0 {
+            return Err(DataError::Zero { what: "the sequence length" });
+        }
+        let length = range.end.saturating_sub(range.start);
+        if length < 2 {
+            return Err(DataError::TooShort { part, tokens: length, sequence: 1, needed: 2 });
+        }
+        Ok(Self { tokens, range, sequence, kind: Kind::Padded { end_of_text } })
+    }
+
     /// Creates windows of whole examples.
     pub fn of_examples(
         tokens: Arc<Tokens>,
@@ -70,6 +92,7 @@ impl WindowSource {
     pub fn all(&self) -> u64 {
         match &self.kind {
             Kind::Stream { .. } => self.whole_windows(self.length()),
+            Kind::Padded { .. } => (self.length() - 1).div_ceil(self.sequence as u64),
             Kind::Rows { rows, .. } => rows.len() as u64,
         }
     }
@@ -87,6 +110,7 @@ impl WindowSource {
     pub fn per_epoch(&self) -> u64 {
         match &self.kind {
             Kind::Stream { .. } => self.whole_windows(self.length() + 1 - self.sequence as u64).max(1),
+            Kind::Padded { .. } => self.all(),
             Kind::Rows { rows, .. } => rows.len() as u64,
         }
     }
@@ -95,7 +119,7 @@ impl WindowSource {
     /// or the index of a row.
     pub fn nth(&self, window: u64) -> u64 {
         match self.kind {
-            Kind::Stream { .. } => self.range.start + window * self.sequence as u64,
+            Kind::Stream { .. } | Kind::Padded { .. } => self.range.start + window * self.sequence as u64,
             Kind::Rows { .. } => window,
         }
     }
@@ -121,6 +145,14 @@ impl WindowSource {
             return self.fill_row(examples, &rows[start as usize], inputs, targets);
         }
         let sequence = self.sequence;
+        if let Kind::Padded { .. } = self.kind {
+            let length = (self.range.end - 1 - start).min(sequence as u64) as usize;
+            self.tokens.read(start, &mut inputs[..length])?;
+            self.tokens.read(start + 1, &mut targets[..length])?;
+            inputs[length..].fill(0);
+            targets[length..].fill(IGNORED);
+            return Ok(());
+        }
         self.tokens.read(start, inputs)?;
         targets[..sequence - 1].copy_from_slice(&inputs[1..]);
         self.tokens.read(start + sequence as u64, &mut targets[sequence - 1..])
@@ -162,7 +194,8 @@ impl WindowSource {
     ) -> Result<(), DataError> {
         let mut first = 0;
         match &self.kind {
-            Kind::Stream { end_of_text } => {
+            Kind::Padded { end_of_text: None } => starts.fill(0),
+            Kind::Stream { end_of_text } | Kind::Padded { end_of_text } => {
                 let end = end_of_text.ok_or(DataError::NoDocuments)?;
                 for (at, token) in inputs.iter().enumerate() {
                     starts[at] = first as u32;

@@ -100,6 +100,8 @@ pub struct Graph {
     rules: HashMap<ValueId, Arc<dyn Optimizer>>,
     /// Parameters that are not trained.
     frozen: HashSet<ValueId>,
+    /// The paths of the layers that can have adapters.
+    linear_layers: Vec<String>,
     /// Scalars that each training step reports in addition to the loss, with their names.
     watched: Vec<(String, ValueId)>,
     /// Scalars that are reported as parts of the loss.
@@ -228,6 +230,16 @@ impl Graph {
     /// True if a parameter is excluded from training.
     pub fn is_frozen(&self, parameter: ValueId) -> bool {
         self.frozen.contains(&parameter)
+    }
+
+    /// Adds the path of a layer that can have an adapter.
+    pub(crate) fn declare_linear(&mut self, layer: &str) {
+        self.linear_layers.push(layer.to_owned());
+    }
+
+    /// The paths of the layers that can have adapters, in the order in which they were declared.
+    pub fn linear_layers(&self) -> &[String] {
+        &self.linear_layers
     }
 
     /// Reports a value under `name` in each step. If another value is already reported under this name, a number is

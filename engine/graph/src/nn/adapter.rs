@@ -2,6 +2,7 @@
 
 use super::{Init, VarBuilder};
 use crate::error::Result;
+use crate::graph::lock;
 use crate::tensor::Tensor;
 
 /// Name of the parameter A [rank, in] under the layer's path.
@@ -22,6 +23,7 @@ impl Adapter {
     /// Declares the adapter of the layer under the builder's path. Returns `None` if the layer is not a target of
     /// adapters. The initial values are PEFT's: A is uniform within 1/√in (Kaiming with a = √5), and B is zero.
     pub fn of(in_dim: usize, out_dim: usize, vb: &VarBuilder) -> Result<Option<Self>> {
+        lock(vb.device()).declare_linear(vb.prefix());
         let Some(lora) = vb.lora().filter(|lora| lora.is_target(vb.prefix())) else { return Ok(None) };
         let bound = 1.0 / (in_dim as f64).sqrt();
         Ok(Some(Self {

@@ -10,6 +10,9 @@ use super::adapter::{LORA_A, LORA_B};
 use crate::error::{Error, Result};
 use crate::graph::Graph;
 
+/// Maximum number of names in an error.
+const MAX_NAMED: usize = 24;
+
 /// The trained part of a model. Frozen parameters have no gradient and no optimizer state. The forward keeps only the
 /// activations that the gradients of the trained parameters need.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, JsonSchema)]
@@ -122,30 +125,68 @@ impl Trainable {
             Self::All => Ok(()),
             Self::Only(patterns) => {
                 match patterns.iter().find(|pattern| !parameters().any(|name| names(pattern, name))) {
-                    Some(pattern) => fail(
-                        format!("{pattern:?} names no parameter of this model"),
-                        "choose from Trainer::parameter_names",
-                    ),
+                    Some(pattern) => {
+                        let names = shortened(parameters().map(any_number));
+                        fail(
+                            format!("{pattern:?} names no parameter of this model, which has {names}"),
+                            "name one of them",
+                        )
+                    }
                     None => Ok(()),
                 }
             }
             Self::Lora(lora) => {
                 let layers: Vec<&str> = parameters().filter_map(adapted).collect();
+                let ends = || {
+                    let last = |layer: &String| layer.rsplit('.').next().unwrap_or(layer).to_owned();
+                    shortened(graph.linear_layers().iter().map(last))
+                };
                 let is_raw = |layer: &&str| lora.is_target(layer) && !layers.contains(layer);
                 if let Some(raw) = parameters().map(|name| name.strip_suffix(".weight").unwrap_or(name)).find(is_raw) {
-                    let why = format!("the target {raw} is not a linear layer of its own");
-                    return fail(why, "adapters belong to linear layers; name the targets by longer paths");
+                    let why = format!(
+                        "the target {raw} is not a linear layer of its own; those of this model are {}",
+                        ends()
+                    );
+                    return fail(why, "name some of them, by the ends of their paths");
                 }
                 match lora.targets.iter().find(|target| !layers.iter().any(|layer| is_last_of(target, layer))) {
-                    Some(target) => fail(
-                        format!("the target {target:?} is not a linear layer of this model"),
-                        "name the ends of layers' paths; a tied head is not a layer of its own",
-                    ),
+                    Some(target) => {
+                        let why = format!(
+                            "the target {target:?} is not a linear layer of this model; its layers are {}",
+                            ends()
+                        );
+                        fail(
+                            why,
+                            "name some of them, by the ends of their paths; a tied head is not a layer of its own",
+                        )
+                    }
                     None => Ok(()),
                 }
             }
         }
     }
+}
+
+/// Replaces the numbers in a path by `*`.
+fn any_number(path: &str) -> String {
+    let part = |part: &str| if part.parse::<usize>().is_ok() { "*".to_owned() } else { part.to_owned() };
+    path.split('.').map(part).collect::<Vec<_>>().join(".")
+}
+
+/// Lists different names, at most [`MAX_NAMED`] of them.
+fn shortened(names: impl Iterator<Item = String>) -> String {
+    let mut different: Vec<String> = Vec::new();
+    for name in names {
+        if !different.contains(&name) {
+            different.push(name);
+        }
+    }
+    let more = different.len().saturating_sub(MAX_NAMED);
+    different.truncate(MAX_NAMED);
+    if more > 0 {
+        different.push(format!("{more} more"));
+    }
+    if different.is_empty() { "none".to_owned() } else { different.join(", ") }
 }
 
 /// Returns the path of the layer whose adapter has this parameter. `None` if the parameter is not part of an adapter.
