@@ -57,7 +57,9 @@ impl Place {
         }
         let message = |role: &str, text: &str| format!(r#"{{"role": "{role}", "content": "{text}"}}"#);
         let line = format!(r#"{{"messages": [{}, {}]}}"#, message("user", "2 + 2?"), message("assistant", "4"));
-        place.write("conversations.jsonl", &format!("{line}\n").repeat(40));
+        for name in ["conversations.jsonl", "held-out.jsonl"] {
+            place.write(name, &format!("{line}\n").repeat(40));
+        }
         place.write("FILE.csv", "id,lower,upper,size\na,0,4,1024\nb,0,2,512\nc,2,4,512\n");
         place.write(
             "specs/llama-7b.toml",
@@ -167,10 +169,13 @@ fn run_page(page: &str) {
     let lines: Vec<String> = commands(page).into_iter().filter(|line| reason_to_leave_out(line).is_none()).collect();
     assert!(!lines.is_empty(), "{page} has no commands that run here; take it out of PAGES");
     let place = Place::new();
-    if !lines.iter().any(|line| line.contains(" train run.toml")) && lines.iter().any(|line| line.contains("runs/run"))
-    {
-        place.run(page, "gapless init small-gpt > run.toml");
-        place.run(page, "gapless train run.toml");
+    // Runs that the page names, but does not train.
+    for (run, template) in [("run", "small-gpt"), ("tune", "sft")] {
+        let contains = |text: &str| lines.iter().any(|line| line.contains(text));
+        if contains(&format!("runs/{run} ")) && !contains(&format!(" train {run}.toml")) {
+            place.run(page, &format!("gapless init {template} > {run}.toml"));
+            place.run(page, &format!("gapless train {run}.toml"));
+        }
     }
     lines.iter().for_each(|line| place.run(page, line));
 }
