@@ -73,9 +73,15 @@ impl Along {
         if let Self::Tokens(table) = self { Some(table) } else { None }
     }
 
+    /// The tokens of both, of dimensions of the same extent.
     pub fn join(&self, other: &Self) -> Self {
         match (self, other) {
-            (Self::Tokens(a), Self::Tokens(b)) if !Rc::ptr_eq(a, b) && a != b && a.len() == b.len() => {
+            // No rule joins such tables. If one did, every index would depend on all of their tokens.
+            (Self::Tokens(a), Self::Tokens(b)) if a.len() != b.len() => {
+                let all = Span::join_all(a).join(Span::join_all(b));
+                Self::Tokens(vec![all; a.len()].into())
+            }
+            (Self::Tokens(a), Self::Tokens(b)) if !Rc::ptr_eq(a, b) && a != b => {
                 let joined: Vec<Span> = a.iter().zip(&**b).map(|(a, b)| a.join(*b)).collect();
                 // Layers usually add nothing new. Then the table is shared, because sequences may be long.
                 let known = [a, b].into_iter().find(|table| table[..] == joined);
@@ -174,6 +180,16 @@ impl Flow {
                 self.is_guess |= seen.is_some();
                 self.all = self.all.join(Span::join_all(&table));
             }
+        }
+    }
+
+    /// Moves the tokens of dimensions with one index to `all`, because such dimensions are reshaped and broadcast
+    /// freely. The value has the extents `dims`.
+    pub fn normalize(&mut self, dims: &[usize]) {
+        for (along, &extent) in self.dims.iter_mut().zip(dims) {
+            let Some(table) = along.table().filter(|table| extent == 1 || table.len() != extent) else { continue };
+            self.all = self.all.join(Span::join_all(table));
+            *along = Along::free(extent);
         }
     }
 

@@ -59,9 +59,14 @@ impl fmt::Display for Culprit {
 /// ([`Route`](crate::ops::Route)).
 pub fn causality(graph: &Graph, tokens: ValueId, logits: ValueId) -> Causality {
     let walk = Walk::new(graph, tokens, logits, Attend::Past, |flow, _| !flow.is_ahead());
-    match walk.culprit {
-        Some(culprit) if walk.is_broken && walk.rules.flow(logits).is_guess => Causality::Unknown(culprit),
-        Some(culprit) if walk.is_broken => Causality::NotCausal(culprit),
+    // A distribution over the vocabulary depends on all logits of a token.
+    let mut flow = walk.rules.flow(logits).clone();
+    let last = flow.dims.len() - 1;
+    flow.fold(last, graph.value(logits).spec.dims()[last]);
+    let of_logits = || graph.nodes().iter().rev().find(|node| node.outputs.contains(&logits)).map(Culprit::of);
+    match walk.culprit.filter(|_| walk.is_broken).or_else(of_logits) {
+        Some(culprit) if flow.is_ahead() && flow.is_guess => Causality::Unknown(culprit),
+        Some(culprit) if flow.is_ahead() => Causality::NotCausal(culprit),
         _ => Causality::Causal,
     }
 }
@@ -75,8 +80,9 @@ pub fn causality(graph: &Graph, tokens: ValueId, logits: ValueId) -> Causality {
 /// rows of a table of positions, because a token's index in a run is not its position in the text.
 pub fn cache_obstacle(graph: &Graph, tokens: ValueId, logits: ValueId) -> Option<Culprit> {
     let walk = Walk::new(graph, tokens, logits, Attend::Caches, Flow::is_own);
-    let misplaced = walk.rules.misplaced.map(|node| Culprit::of(graph.node(node)));
-    walk.culprit.filter(|_| walk.is_broken || walk.rules.caches_others).or(misplaced)
+    let (caches_others, misplaced) = (walk.rules.caches_others, walk.rules.misplaced);
+    let of_node = || caches_others.or(misplaced).map(|node| Culprit::of(graph.node(node)));
+    walk.culprit.filter(|_| walk.is_broken || caches_others.is_some()).or_else(of_node)
 }
 
 /// The flows of all values on which logits depend.

@@ -42,8 +42,8 @@ pub(super) struct Rules<'a> {
     flows: HashMap<ValueId, Flow>,
     /// The elements of constants, if they are known.
     constants: HashMap<ValueId, Option<Rc<Array>>>,
-    /// True if keys or values are cached that depend on other tokens than their own.
-    pub caches_others: bool,
+    /// The first operation that caches keys or values that depend on other tokens than their own.
+    pub caches_others: Option<NodeId>,
     /// The first operation that combines continued tokens with elements that differ by index.
     pub misplaced: Option<NodeId>,
 }
@@ -68,7 +68,7 @@ impl<'a> Rules<'a> {
             }
         };
         let flows = graph.value_ids().filter_map(|id| Some((id, flow(id)?))).collect();
-        Self { graph, tokens, attend, flows, constants: HashMap::new(), caches_others: false, misplaced: None }
+        Self { graph, tokens, attend, flows, constants: HashMap::new(), caches_others: None, misplaced: None }
     }
 
     /// Returns the flow of a value whose node's rule was applied.
@@ -82,10 +82,11 @@ impl<'a> Rules<'a> {
         let node = graph.node(id);
         let op = node.op.as_ref() as &dyn Any;
         let keeps_equal = op.is::<Transpose>() || op.is::<Reshape>() || op.is::<Contiguous>() || op.is::<Cast>();
-        let outputs = match node.inputs.iter().any(|input| self.flows[input].depends()) || keeps_equal {
+        let mut outputs = match node.inputs.iter().any(|input| self.flows[input].depends()) || keeps_equal {
             true => self.outputs(id, node),
             false => node.outputs.iter().map(|&output| Flow::fixed(self.dims(output))).collect(),
         };
+        outputs.iter_mut().zip(&node.outputs).for_each(|(flow, &output)| flow.normalize(self.dims(output)));
         self.flows.extend(node.outputs.iter().copied().zip(outputs));
         // A view of equal elements has equal elements.
         if let [output] = node.outputs[..]
@@ -146,15 +147,28 @@ impl<'a> Rules<'a> {
             vec![out]
         } else if let Some(&Cat { dim }) = op.downcast_ref() {
             vec![self.joined(node, &inputs, dim)]
-        } else if op.is::<Contiguous>() || op.is::<Cast>() || op.is::<Detach>() || op.is::<Rope>() {
+        } else if op.is::<Contiguous>() || op.is::<Cast>() || op.is::<Detach>() {
             vec![x.clone()]
+        } else if op.is::<Rope>() {
+            let mut out = x.clone();
+            out.fold(dims.len() - 1, dims[dims.len() - 1]);
+            out.is_guess |= out.seen.take().is_some();
+            vec![out]
         } else if node.op.is_elementwise() {
             let out = self.elementwise(id, node, &inputs);
             vec![out; node.outputs.len()]
         } else if op.is::<Softmax>() {
             let last = dims.len() - 1;
-            let seen = x.seen.clone().filter(|seen| seen.keys == last && !seen.is_zero);
             let mut out = x.clone();
+            if let Some(seen) = out.seen.as_mut().filter(|seen| seen.spans.iter().any(|span| span.is_none())) {
+                // If all scores of a row are hidden, none is. The exception is a softmax that gives zeros then.
+                let all = Span::all(dims[seen.keys]);
+                seen.spans = seen.spans.iter().map(|&span| if span.is_none() { all } else { span }).collect();
+                let mut visible = x.clone();
+                visible.fold(last, dims[last]);
+                out.is_guess |= !visible.is_ahead();
+            }
+            let seen = out.seen.clone().filter(|seen| seen.keys == last && !seen.is_zero);
             out.fold(last, dims[last]);
             out.seen = seen.map(|seen| Seen { is_zero: true, ..seen });
             vec![out]
@@ -187,26 +201,35 @@ impl<'a> Rules<'a> {
             let batch: Vec<usize> = (0..rank - 2).collect();
             vec![self.product(node, (rank - 1, &batch), (rank - 2, rank - 1))]
         } else if let Some(attention) = op.downcast_ref() {
-            self.attention(attention, &inputs)
+            self.attention(id, attention, &inputs)
         } else if op.is::<CachedAttention>() {
-            let [batch, heads, tokens, _] = <[Along; 4]>::try_from(x.dims.clone()).expect("rank 4 by the shape rule");
-            vec![Flow { dims: vec![batch, tokens, heads, Along::Free], ..x.clone() }]
+            let mut q = x.clone();
+            q.fold(3, dims[3]);
+            let [batch, heads, tokens, _] = <[Along; 4]>::try_from(q.dims).expect("rank 4 by the shape rule");
+            vec![Flow { dims: vec![batch, tokens, heads, Along::Free], seen: None, ..q }]
         } else if op.is::<CacheWrite>() {
-            self.caches_others |= !inputs[1].is_own(self.tokens);
+            if !self.is_cacheable(&inputs[1]) {
+                self.caches_others.get_or_insert(id);
+            }
             vec![Flow::fixed(to)]
         } else if op.is::<Embedding>() {
             vec![self.lookup(node, &inputs)]
         } else if let Some(&Gather { dim }) = op.downcast_ref() {
             vec![self.gathered(node, &inputs, dim)]
         } else if op.is::<Dispatch>() || op.is::<SlotWeights>() {
+            let mut x = x.clone();
+            x.fold(dims.len() - 1, dims[dims.len() - 1]);
+            x.dims.pop();
             let mut rows = Flow::fixed(to);
-            rows.routed = Some(x.dims[..dims.len() - 1].to_vec());
-            rows.all = x.all;
-            rows.is_guess = x.is_guess;
+            rows.routed = Some(x.dims);
+            rows.all = inputs[1..].iter().fold(x.all, |all, input| all.join(input.all));
+            rows.is_guess = inputs[1..].iter().fold(x.is_guess, |is_guess, input| is_guess || input.is_guess);
             vec![rows]
         } else if op.is::<Combine>() {
             let mut out = Flow::fixed(to);
-            (out.all, out.is_guess) = (x.all, x.is_guess);
+            for input in &inputs {
+                (out.all, out.is_guess) = (out.all.join(input.all), out.is_guess || input.is_guess);
+            }
             for (along, of_token) in out.dims.iter_mut().zip(x.routed.iter().flatten()) {
                 *along = along.join(of_token);
             }
@@ -261,7 +284,7 @@ impl<'a> Rules<'a> {
             let of_part = if are_slices { input.all } else { Span::NONE };
             out.absorb(&Flow { all: if are_slices { Span::NONE } else { input.all }, ..input.clone() });
             out.is_guess |= input.seen.is_some();
-            for (along, other) in out.dims.iter_mut().zip(&input.dims) {
+            for (_, (along, other)) in out.dims.iter_mut().zip(&input.dims).enumerate().filter(|(at, _)| *at != dim) {
                 *along = along.join(other);
             }
             match input.dims[dim].table() {
@@ -332,12 +355,19 @@ impl<'a> Rules<'a> {
             let seen = inputs[at].seen.clone().expect("it was found");
             let is_exp = op.downcast_ref().is_some_and(|unary: &Unary| unary.kind == UnaryKind::Exp);
             let is_alone = inputs.iter().enumerate().all(|(index, input)| index == at || !input.depends());
+            // A factor that may be negative makes the lowest scores the highest.
+            let scales = seen.is_zero || is_alone && node.inputs.len() == 2 && self.is_positive(node.inputs[1 - at]);
             let stays = match kind {
                 Some(BinaryKind::Add) => !seen.is_zero,
                 Some(BinaryKind::Sub) => !seen.is_zero && at == 0,
-                Some(BinaryKind::Mul) => seen.is_zero || is_alone,
-                Some(BinaryKind::Div) => at == 0 && (seen.is_zero || is_alone),
-                _ => op.is::<Affine>() || op.is::<Dropout>() || is_exp,
+                Some(BinaryKind::Mul) => scales,
+                Some(BinaryKind::Div) => at == 0 && scales,
+                _ => match op.downcast_ref() {
+                    Some(&Affine { shift, .. }) if seen.is_zero => shift == 0.0,
+                    Some(&Affine { scale, .. }) => scale > 0.0,
+                    // Dropout makes scores zeros. The exponential of a score that is zero is not.
+                    None => op.is::<Dropout>() && seen.is_zero || is_exp && !seen.is_zero,
+                },
             };
             match stays {
                 true => out.seen = Some(Seen { is_zero: seen.is_zero || is_exp, ..seen }),
@@ -394,14 +424,21 @@ impl<'a> Rules<'a> {
         let (summed, width) = (self.dims(first)[k], self.dims(node.outputs[0])[k]);
         // If one factor is a known matrix, the sum has only the elements where it is not zero.
         let rows = k.checked_sub(1);
-        let mut of_columns = b.dims[n].clone();
-        let mut of_rows = None;
-        if let (Some(table), false) = (a.dims[k].table().cloned(), b.depends()) {
-            if let Some(spans) = self.nonzero(second, n, l, |x| x != 0.0) {
+        let (mut of_columns, mut of_rows, mut is_guess) = (Along::Same, None, false);
+        if let Some(table) = a.dims[k].table().cloned() {
+            let spans = match &b.seen {
+                Some(seen) if seen.is_zero && seen.keys == l && seen.rows == n => Some(seen.spans.clone()),
+                None if !b.depends() => self.nonzero(second, n, l, |x| x != 0.0),
+                _ => None,
+            };
+            if let Some(spans) = spans {
                 of_columns = Along::Tokens(spans.iter().map(|span| span.of_table(&table)).collect());
                 a.dims[k] = Along::Free;
+            } else {
+                is_guess = !b.depends() && self.is_computed(second);
             }
-        } else if let (Some(table), Some(rows)) = (b.dims[l].table().cloned(), rows) {
+        }
+        if let (Some(table), Some(rows)) = (b.dims[l].table().cloned(), rows) {
             let spans = match &a.seen {
                 Some(seen) if seen.is_zero && seen.keys == k && seen.rows == rows => Some(seen.spans.clone()),
                 None if !a.depends() => self.nonzero(first, rows, k, |x| x != 0.0),
@@ -410,36 +447,55 @@ impl<'a> Rules<'a> {
             if let Some(spans) = spans {
                 of_rows = Some(Along::Tokens(spans.iter().map(|span| span.of_table(&table)).collect()));
                 b.dims[l] = Along::Free;
+            } else {
+                is_guess |= !a.depends() && self.is_computed(first);
             }
         }
         a.fold(k, summed);
         b.fold(l, summed);
-        let mut out = Flow { seen: None, ..a };
+        let mut out = Flow { seen: None, is_guess: a.is_guess || is_guess, ..a };
         out.absorb(&b);
         if let (Some(of_rows), Some(rows)) = (of_rows, rows) {
             out.dims[rows] = out.dims[rows].join(&of_rows);
         }
         batch.iter().for_each(|&dim| out.dims[dim] = out.dims[dim].join(&b.dims[dim]));
-        out.dims[k] = match of_columns {
-            Along::Tokens(_) => of_columns,
-            _ => Along::free(width),
-        };
+        out.dims[k] = of_columns.join(&b.dims[n]).join(&Along::free(width));
         out
     }
 
-    fn attention(&mut self, attention: &Attention, inputs: &[Flow]) -> Vec<Flow> {
-        let [q, k, v] = [0, 1, 2].map(|index| &inputs[index]);
-        let mut out = q.clone();
-        out.seen = None;
+    /// True if the keys or values of each token depend on this token only, so that a cache can keep them.
+    fn is_cacheable(&self, x: &Flow) -> bool {
+        x.is_own(self.tokens) && x.token_dims().all(|dim| dim == 2)
+    }
+
+    fn attention(&mut self, id: NodeId, attention: &Attention, inputs: &[Flow]) -> Vec<Flow> {
+        let [mut q, mut k, v] = [0, 1, 2].map(|index| inputs[index].clone());
+        let [q_dims, k_dims, v_dims] = [0, 1, 2].map(|index| self.dims(self.graph.node(id).inputs[index]));
+        // Every score is a sum over the head size.
+        q.fold(3, q_dims[3]);
+        k.fold(3, k_dims[3]);
+        let of_values = v.dims[3].join(&Along::free(v_dims[3]));
+        let mut out = Flow { seen: None, is_guess: q.is_guess || q.seen.is_some(), ..q };
         let uses_caches = attention.causal && self.attend == Attend::Caches;
-        for read in [k, v] {
+        for (read, dims) in [(k, k_dims), (v, v_dims)] {
             if uses_caches {
-                self.caches_others |= !read.is_own(self.tokens);
+                if !self.is_cacheable(&read) {
+                    self.caches_others.get_or_insert(id);
+                }
                 continue;
             }
-            out.absorb(read);
+            out.absorb(&read);
+            out.is_guess |= read.seen.is_some();
+            // Groups of heads may read the same keys.
+            for dim in 0..2 {
+                match read.dims[dim].table() {
+                    Some(table) if dims[dim] != q_dims[dim] => out.all = out.all.join(Span::join_all(table)),
+                    Some(_) => out.dims[dim] = out.dims[dim].join(&read.dims[dim]),
+                    None => out.dims[dim] = out.dims[dim].join(&Along::free(dims[dim])),
+                }
+            }
             match read.dims[2].table() {
-                Some(table) if attention.causal => {
+                Some(table) if attention.causal && dims[2] == q_dims[2] => {
                     let mut past = Span::NONE;
                     let pasts = table.iter().map(|span| {
                         past = past.join(*span);
@@ -448,12 +504,12 @@ impl<'a> Rules<'a> {
                     out.dims[2] = out.dims[2].join(&Along::Tokens(pasts.collect()));
                 }
                 Some(table) => out.all = out.all.join(Span::join_all(table)),
-                None => {}
+                None => out.dims[2] = out.dims[2].join(&Along::free(q_dims[2])),
             }
         }
         let [batch, heads, tokens, _] = <[Along; 4]>::try_from(out.dims.clone()).expect("rank 4 by the shape rule");
         let log_sums = Flow { dims: vec![batch.clone(), heads.clone(), tokens.clone()], ..out.clone() };
-        vec![Flow { dims: vec![batch, tokens, heads, Along::Free], ..out }, log_sums]
+        vec![Flow { dims: vec![batch, tokens, heads, of_values], ..out }, log_sums]
     }
 
     /// Rows of a table, selected by ids.
@@ -499,8 +555,8 @@ impl<'a> Rules<'a> {
     }
 
     /// Returns, for each index of dimension `rows` of a constant, the range of the indices of dimension `columns` at
-    /// which an element satisfies `keeps`. If both are the same dimension, the range is 0 if any element does. Returns
-    /// `None` if the elements are not known.
+    /// which an element satisfies `keeps`. If both are the same dimension, the range is 0 if any element does.
+    /// Unknown elements are assumed to satisfy it. Returns `None` if no element is known.
     fn nonzero(&mut self, id: ValueId, rows: usize, columns: usize, keeps: Keeps) -> Option<Rc<[Span]>> {
         let value = self.graph.value(id);
         let root = self.stored(value.root)?;
@@ -523,21 +579,48 @@ impl<'a> Rules<'a> {
                     column = index;
                 }
             }
-            if keeps(root.data[at]) {
+            if root.data[at].is_nan() || keeps(root.data[at]) {
                 spans[row] = spans[row].join(Span::of(column));
             }
         }
         (count <= MAX_CONSTANT).then(|| spans.into())
     }
 
-    /// Returns the elements of a value if they are known when the model is recorded.
+    /// Returns true if a value is computed from other values than its own elements in another type.
+    fn is_computed(&self, mut id: ValueId) -> bool {
+        loop {
+            let Source::Node { node, .. } = self.graph.value(self.graph.value(id).root).source else { return false };
+            let node = self.graph.node(node);
+            let op = node.op.as_ref() as &dyn Any;
+            if !op.is::<Cast>() && !op.is::<Contiguous>() && !op.is::<Detach>() {
+                return true;
+            }
+            id = node.inputs[0];
+        }
+    }
+
+    /// Returns true if all elements of a value are known to be positive.
+    fn is_positive(&mut self, id: ValueId) -> bool {
+        match self.graph.number(id) {
+            Some(number) => number > 0.0,
+            None => self.elements(id).is_some_and(|known| known.data.iter().all(|&x| x > 0.0)),
+        }
+    }
+
+    /// Returns the elements of a value if all are known when the model is recorded.
     fn elements(&mut self, id: ValueId) -> Option<Array> {
+        self.partial(id).filter(is_known)
+    }
+
+    /// Returns the elements of a value of which some are known when the model is recorded. The others are NaN.
+    fn partial(&mut self, id: ValueId) -> Option<Array> {
         let value = self.graph.value(id);
         let root = self.stored(value.root)?;
         (value.spec.elements() <= MAX_CONSTANT).then(|| root.view(&value.layout))
     }
 
-    /// Returns the stored elements of a value that is not a view, if they are known when the model is recorded.
+    /// Returns the stored elements of a value that is not a view, if some are known when the model is recorded. The
+    /// others are NaN.
     fn stored(&mut self, root: ValueId) -> Option<Rc<Array>> {
         if let Some(known) = self.constants.get(&root) {
             return known.clone();
@@ -557,8 +640,62 @@ impl<'a> Rules<'a> {
     }
 
     fn computed(&mut self, node: &Node, output: usize) -> Option<Array> {
-        let inputs = node.inputs.iter().map(|&input| self.elements(input)).collect::<Option<Vec<Array>>>()?;
-        let reference = Reference { inputs: inputs.iter().collect(), stream: Stream::new(0, 0, 0) };
-        node.op.reference(&reference).into_iter().nth(output)
+        let op = node.op.as_ref() as &dyn Any;
+        let kind = op.downcast_ref().map(|binary: &Binary| binary.kind);
+        let is_arithmetic = matches!(kind, Some(BinaryKind::Add | BinaryKind::Mul | BinaryKind::Div));
+        if !is_arithmetic && !op.is::<Where>() && !op.is::<Softmax>() {
+            let inputs = node.inputs.iter().map(|&input| self.elements(input)).collect::<Option<Vec<Array>>>()?;
+            let reference = Reference { inputs: inputs.iter().collect(), stream: Stream::new(0, 0, 0) };
+            return node.op.reference(&reference).into_iter().nth(output);
+        }
+        // Elements may be known although some of the operands are not.
+        let inputs: Vec<Option<Array>> = node.inputs.iter().map(|&input| self.partial(input)).collect();
+        if inputs.iter().all(Option::is_none) {
+            return None;
+        }
+        let dims = self.dims(node.outputs[output]);
+        let unknown = || Array::new(dims, vec![f64::NAN; dims.iter().product()]);
+        let inputs: Vec<Array> = inputs.into_iter().map(|input| input.unwrap_or_else(unknown)).collect();
+        if inputs.iter().all(is_known) {
+            let reference = Reference { inputs: inputs.iter().collect(), stream: Stream::new(0, 0, 0) };
+            return node.op.reference(&reference).into_iter().nth(output);
+        }
+        if inputs.iter().any(|input| input.dims != dims) {
+            return None;
+        }
+        let known = match (kind, &inputs[..]) {
+            (Some(BinaryKind::Mul), [a, b]) => a.zip(b, |a, b| if a == 0.0 || b == 0.0 { 0.0 } else { a * b }),
+            (Some(BinaryKind::Div), [a, b]) => a.zip(b, |a, b| if a == 0.0 { 0.0 } else { a / b }),
+            // A number that hides a score does so whatever the score is.
+            (Some(BinaryKind::Add), [a, b]) => a.zip(b, |a, b| match (a <= HIDDEN, b <= HIDDEN) {
+                (true, _) if b.is_nan() => a,
+                (_, true) if a.is_nan() => b,
+                _ => a + b,
+            }),
+            (None, [mask, a, b]) => {
+                let chosen = mask.data.iter().zip(a.data.iter().zip(&b.data)).map(|(&mask, (&a, &b))| match mask {
+                    _ if mask.is_nan() => f64::NAN,
+                    0.0 => b,
+                    _ => a,
+                });
+                Array::new(dims, chosen.collect())
+            }
+            // A softmax makes hidden scores zeros, except in rows where all are hidden.
+            (None, [x]) => {
+                let is_hidden = |x: &f64| *x <= HIDDEN;
+                let of_row = |row: &[f64]| {
+                    let any = !row.iter().all(is_hidden);
+                    row.iter().map(|x| if any && is_hidden(x) { 0.0 } else { f64::NAN }).collect::<Vec<f64>>()
+                };
+                Array::new(dims, x.rows().flat_map(of_row).collect())
+            }
+            _ => return None,
+        };
+        known.data.iter().any(|x| !x.is_nan()).then_some(known)
     }
+}
+
+/// True if no element is NaN, which stands for unknown elements.
+fn is_known(elements: &Array) -> bool {
+    elements.data.iter().all(|x| !x.is_nan())
 }

@@ -182,6 +182,109 @@ fn operations_along_the_tokens() {
     });
 }
 
+/// Dimensions with one index keep the tokens of this index.
+#[test]
+fn one_index_of_several_tokens() {
+    let mean = |x: &Tensor| Tensor::full(1f32 / 6.0, (1, 1, TOKENS), x.device())?.matmul(x);
+    let row = |x: &Tensor, token: u32| x.index_select(&Tensor::new(&[token], x.device())?, 1);
+    check(Some("matmul"), Some("matmul"), |x, _| x.broadcast_add(&mean(x)?));
+    check(Some("matmul"), Some("matmul"), |x, _| x.broadcast_add(&mean(x)?.reshape((1, 4))?.unsqueeze(1)?));
+    check(Some("embedding"), Some("embedding"), |x, _| x.broadcast_add(&row(x, 5)?));
+    check(None, Some("embedding"), |x, _| x.broadcast_add(&row(x, 0)?));
+    check(None, Some("embedding"), |x, _| {
+        Tensor::cat(&(0..TOKENS as u32).map(|token| row(x, token / 2)).collect::<Result<Vec<Tensor>>>()?, 1)
+    });
+    check(Some("embedding"), Some("embedding"), |x, _| {
+        Tensor::cat(&(0..TOKENS as u32).map(|token| row(x, 5 - token)).collect::<Result<Vec<Tensor>>>()?, 1)
+    });
+}
+
+/// Operations between a mask and the sum over the keys that make the hidden scores visible.
+#[test]
+fn masks_that_later_operations_undo() {
+    let attend = |scores: Tensor, x: &Tensor| merged(&scores.softmax_last_dim()?.matmul(&heads(x)?)?);
+    let masked = |x: &Tensor| scores(x)?.masked_fill(&lower(TOKENS, x)?.eq(0u8)?, -1e9f32);
+    let weights = |x: &Tensor| masked(x)?.softmax_last_dim();
+    check(None, Some("matmul"), |x, _| merged(&(weights(x)? * 0.9)?.matmul(&heads(x)?)?));
+    check(Some("matmul ?"), Some("matmul"), |x, _| merged(&((weights(x)? * 0.9)? + (0.1 / 6.0))?.matmul(&heads(x)?)?));
+    check(Some("matmul ?"), Some("matmul"), |x, _| merged(&weights(x)?.exp()?.matmul(&heads(x)?)?));
+    check(None, Some("matmul"), |x, _| attend((masked(x)? * 0.5)?, x));
+    check(None, Some("matmul"), |x, _| attend((masked(x)? + 1.0)?, x));
+    check(Some("softmax_last_dim ?"), Some("matmul"), |x, _| attend((masked(x)? * -1.0)?, x));
+    // The first row sees no key, so that its scores are equal.
+    check(Some("softmax_last_dim ?"), Some("matmul"), |x, _| {
+        let past = Tensor::triu2(TOKENS, DType::U8, x.device())?.eq(0u8)?;
+        attend(scores(x)?.masked_fill(&past.eq(0u8)?, -1e9f32)?, x)
+    });
+    // The weights are the second factor.
+    check(None, Some("matmul"), |x, _| merged(&heads(x)?.t()?.matmul(&weights(x)?.t()?)?.t()?));
+    check(Some("matmul ?"), Some("matmul"), |x, _| merged(&heads(x)?.t()?.matmul(&weights(x)?)?.t()?));
+    let scaled = |x: &Tensor, by: f32| masked(x)?.broadcast_mul(&Tensor::new(&[by], x.device())?);
+    check(None, Some("matmul"), |x, _| attend(scaled(x, 2.0)?, x));
+    check(Some("softmax_last_dim ?"), Some("matmul"), |x, _| attend(scaled(x, -2.0)?, x));
+}
+
+#[test]
+fn attention_over_other_dimensions_than_the_tokens() {
+    // Rows of channels: [1, 1, 4, tokens].
+    let channels = |x: &Tensor| x.t()?.unsqueeze(1);
+    let back = |y: &Tensor| y.squeeze(1)?.t();
+    for is_causal in [false, true] {
+        check(Some("attention"), Some("attention"), |x, _| {
+            let x = channels(x)?;
+            back(&if is_causal { x.causal_attention(&x, &x, 0.5)? } else { x.attention(&x, &x, 0.5)? })
+        });
+    }
+    // Only the values have tokens, each in its own column.
+    check(None, Some("attention"), |x, vb| {
+        let [q, k] = ["q", "k"].map(|name| vb.get((1, 1, 4, 4), name));
+        back(&q?.causal_attention(&k?, &channels(x)?, 0.5)?)
+    });
+    // Each token is a head of its own.
+    let rows = |x: &Tensor| x.reshape((1, TOKENS, 2, 2));
+    check(None, None, |x, _| rows(x)?.attention(&rows(x)?, &rows(x)?, 0.5)?.reshape((1, TOKENS, 4)));
+    // The tokens are the head size that a rotation combines.
+    check(Some("rope"), Some("rope"), |x, _| x.t()?.unsqueeze(1)?.rope(10.0)?.squeeze(1)?.t());
+}
+
+/// A learned mixture of tokens whose weights a constant mask hides.
+#[test]
+fn learned_mixtures_of_tokens() {
+    let weights = |vb: &VarBuilder| vb.get((TOKENS, TOKENS), "mix");
+    let mask = |x: &Tensor| lower(TOKENS, x)?.to_dtype(DType::F32);
+    check(None, Some("matmul"), |x, vb| (weights(vb)? * mask(x)?)?.broadcast_matmul(x));
+    check(None, Some("linear"), |x, vb| x.t()?.broadcast_matmul(&(weights(vb)? * mask(x)?)?.t()?)?.t());
+    check(Some("matmul"), Some("matmul"), |x, vb| (weights(vb)? * mask(x)?)?.t()?.broadcast_matmul(x));
+    check(None, Some("matmul"), |x, vb| {
+        lower(TOKENS, x)?.where_cond(&weights(vb)?, &mask(x)?.zeros_like()?)?.broadcast_matmul(x)
+    });
+    check(None, Some("matmul"), |x, vb| {
+        let hidden = weights(vb)?.masked_fill(&lower(TOKENS, x)?.eq(0u8)?, f32::NEG_INFINITY)?;
+        hidden.softmax_last_dim()?.broadcast_matmul(x)
+    });
+    check(Some("matmul"), Some("matmul"), |x, vb| weights(vb)?.broadcast_matmul(x));
+    check(Some("matmul ?"), Some("matmul"), |x, vb| weights(vb)?.softmax_last_dim()?.broadcast_matmul(x));
+}
+
+/// Logits that point at tokens.
+#[test]
+fn logits_of_tokens() {
+    let pointers = |is_masked: bool| {
+        let (graph, tokens, _) = recorded(TOKENS, false, |x, _| Ok(x.clone()));
+        let vb = VarBuilder::new(&graph, DType::F32);
+        let q = embedding(7, 4, vb.pp("pointers")).unwrap().forward(&tokens).unwrap();
+        let mut logits = q.matmul(&q.t().unwrap()).unwrap();
+        if is_masked {
+            let hidden = lower(TOKENS, &q).unwrap().eq(0u8).unwrap();
+            logits = logits.masked_fill(&hidden, f32::NEG_INFINITY).unwrap();
+        }
+        let graph = lock(&graph);
+        causality(&graph, tokens.id(), logits.id())
+    };
+    assert!(matches!(pointers(false), Causality::NotCausal(culprit) if culprit.op == "matmul"));
+    assert_eq!(pointers(true), Causality::Causal);
+}
+
 /// An operation of a user: the identity, or the reversed tokens.
 #[derive(Debug)]
 struct Own {
