@@ -3,8 +3,9 @@
 use std::fmt;
 
 use gapless_alloc::draw::Bytes;
-use gapless_engine::TrainError;
 use gapless_engine::compile::Error as CompileError;
+use gapless_engine::recompute::Recompute;
+use gapless_engine::{MemoryOptions, TrainError};
 use gapless_models::hf::Architecture;
 use gapless_parallel::Mesh;
 use serde::Serialize;
@@ -79,8 +80,10 @@ pub struct MeshOption {
     pub step_ms: Option<f64>,
     /// Whether every rank fits; `None` if no limit is known.
     pub fits: Option<bool>,
-    /// The reason why the step does not exist on this mesh.
+    /// The error, if the step does not exist on this mesh.
     pub refused: Option<String>,
+    /// The same reason in a few words.
+    pub reason: Option<String>,
 }
 
 /// The meshes of a number of ranks, and the best of them.
@@ -91,23 +94,49 @@ pub struct MeshChoice {
     /// Index of the chosen mesh: the fastest that fits. If none fits, the one whose ranks need least. `None` if the
     /// step exists on none of them.
     pub chosen: Option<usize>,
+    /// The budget of each rank in bytes within which the meshes were planned, because none fits without recomputation.
+    pub budget: Option<u64>,
+    /// Number of micro-batches of the step.
+    pub micro_batches: usize,
 }
 
 impl MeshChoice {
-    /// Plans and times a run's step on every mesh of `ranks` ranks. The mesh of the run itself has no effect.
+    /// Plans and times a run's step on every mesh of `ranks` ranks. The mesh of the run itself has no effect. If no mesh
+    /// fits, and the run sets neither a budget nor a recomputation, all meshes are planned again within the limit, and
+    /// these plans are returned if any of them fits.
     ///
     /// # Errors
     /// Returns an error if the run is invalid for another reason than its mesh.
     pub fn among(run: &RunConfig, ranks: usize) -> Result<Self, ConfigError> {
-        let on = |mesh| RunConfig { mesh, ..run.clone() };
-        let has_experts = matches!(Step::new(&on(Mesh::default()))?.architecture(), Architecture::Moe(_));
+        // The ranks that are reported on may not exist on every mesh.
+        let on = |mesh| {
+            let mut run = RunConfig { mesh, ..run.clone() };
+            run.estimate.rank = "0".into();
+            run
+        };
+        let first = Step::new(&on(Mesh::default()))?;
+        let has_experts = matches!(first.architecture(), Architecture::Moe(_));
         let divisors = |n: usize| (1..=n).filter(move |extent| n.is_multiple_of(*extent));
         let meshes = divisors(ranks).flat_map(|pipeline| {
             let rest = ranks / pipeline;
             let expert_ranks = divisors(rest).filter(|&expert| has_experts || expert == 1);
             expert_ranks.map(move |expert| Mesh { pipeline, expert, data: rest / expert })
         });
-        let compared: Vec<MeshOption> = meshes.map(|mesh| MeshOption::of(mesh, &on(mesh))).collect();
+        let meshes: Vec<Mesh> = meshes.collect();
+        let compare =
+            |budget| meshes.iter().map(|&mesh| MeshOption::of(mesh, &on(mesh), budget)).collect::<Vec<MeshOption>>();
+        let fits = |compared: &[MeshOption]| compared.iter().any(|option| option.fits == Some(true));
+        let (mut compared, mut budget) = (compare(None), None);
+        let MemoryOptions { recompute, budget: given, .. } = &first.options.memory;
+        if let Some(limit) = first.limit().map(|limit| limit.typed_bytes())
+            && (recompute, given) == (&Recompute::None, &None)
+            && !fits(&compared)
+        {
+            let within = compare(Some(limit));
+            if fits(&within) {
+                (compared, budget) = (within, Some(limit));
+            }
+        }
         let rank = |option: &MeshOption| {
             let milliseconds = option.step_ms.unwrap_or(f64::INFINITY);
             // Of meshes that do not fit, the one that needs least is preferred.
@@ -122,7 +151,7 @@ impl MeshChoice {
             a.cmp(&b).then(first.total_cmp(&other_first)).then(second.total_cmp(&other_second))
         });
         let chosen = best.map(|(index, _)| index);
-        Ok(Self { compared, chosen })
+        Ok(Self { compared, chosen, budget, micro_batches: first.options.micro_batches })
     }
 
     /// The chosen mesh.
@@ -132,33 +161,53 @@ impl MeshChoice {
 }
 
 impl MeshOption {
-    fn of(mesh: Mesh, run: &RunConfig) -> Self {
-        let refused = |why: String| Self {
-            mesh,
-            arena_bytes: None,
-            step_ms: None,
-            fits: None,
-            refused: Some(why.lines().next().unwrap_or_default().to_owned()),
+    /// Plans and times a run on its mesh, within a budget if one is given.
+    fn of(mesh: Mesh, run: &RunConfig, budget: Option<u64>) -> Self {
+        let refused = |why: String| {
+            let why = why.lines().next().unwrap_or_default().to_owned();
+            Self {
+                mesh,
+                arena_bytes: None,
+                step_ms: None,
+                fits: None,
+                reason: Some(shortened(&why)),
+                refused: Some(why),
+            }
         };
         let step = match run.check_keys().and_then(|()| Step::new(run)) {
-            Ok(step) => step.with_little_work(),
+            Ok(step) if budget.is_some() => step.within(budget),
+            Ok(step) => step,
             Err(error) => return refused(error.to_string()),
         };
+        let limit = step.limit();
         let (mut arenas, mut programs) = (Vec::new(), Vec::new());
         for stage in 0..mesh.pipeline {
-            match step.compile(stage) {
-                Ok((executable, compiled)) => {
-                    arenas.push(executable.arena_bytes());
-                    programs.extend(compiled.program);
+            match step.arena(stage, limit.as_ref()) {
+                Ok((bytes, program)) => {
+                    arenas.push(bytes);
+                    programs.extend(program);
                 }
-                Err(TrainError::Compile(CompileError::OverBudget { smallest, .. })) => arenas.push(smallest),
                 Err(error) => return refused(error.to_string()),
             }
         }
         let timing = if programs.len() == arenas.len() { step.timing(&programs).ok() } else { None };
-        let fits = step.limit().map(|limit| Fits::new(mesh, &arenas, limit).fits);
+        let fits = limit.map(|limit| Fits::new(mesh, &arenas, limit).fits);
         let step_ms = timing.map(|timing| timing.nanoseconds() as f64 / 1e6);
-        Self { mesh, arena_bytes: arenas.iter().copied().max(), step_ms, fits, refused: None }
+        Self { mesh, arena_bytes: arenas.iter().copied().max(), step_ms, fits, refused: None, reason: None }
+    }
+}
+
+/// Shortens the reason for a refusal to a few words for a table: without the key, the remedy and details.
+fn shortened(why: &str) -> String {
+    const MAX_CHARS: usize = 60;
+    if why.contains("do not divide into") {
+        return "batch not divisible".to_owned();
+    }
+    let why = why.split(';').next().unwrap_or_default();
+    let why = why.split_once(": ").map_or(why, |(_, why)| why);
+    match why.char_indices().nth(MAX_CHARS) {
+        Some((end, _)) => format!("{}…", why[..end].trim_end()),
+        None => why.to_owned(),
     }
 }
 
@@ -166,9 +215,9 @@ impl fmt::Display for MeshChoice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f, "{:>8} {:>6} {:>7} {:>12} {:>12}", "pipeline", "data", "experts", "largest rank", "step")?;
         for (index, option) in self.compared.iter().enumerate() {
-            let MeshOption { mesh: Mesh { pipeline, data, expert }, arena_bytes, step_ms, fits, refused } = option;
+            let MeshOption { mesh: Mesh { pipeline, data, expert }, arena_bytes, step_ms, fits, reason, .. } = option;
             write!(f, "{pipeline:>8} {data:>6} {expert:>7} ")?;
-            if let Some(why) = refused {
+            if let Some(why) = reason {
                 writeln!(f, "{why}")?;
                 continue;
             }
@@ -182,6 +231,45 @@ impl fmt::Display for MeshChoice {
             let mark = if self.chosen == Some(index) { "  <- chosen" } else { "" };
             writeln!(f, "{arena:>12} {time:>12}{verdict}{mark}")?;
         }
+        if let Some(budget) = self.budget {
+            writeln!(f, "no mesh fits without recomputation; these plans have --budget {}MiB", budget >> 20)?;
+        }
+        let longest = self.compared.iter().map(|option| option.mesh.pipeline).max().unwrap_or(1);
+        if self.micro_batches < longest {
+            writeln!(
+                f,
+                "--micro-batches {}: pipelines of more ranks than micro-batches are mostly idle; more micro-batches make them faster",
+                self.micro_batches
+            )?;
+        }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reasons_in_a_table_are_short() {
+        let long = format!("mesh.data: {}; choose another", "x".repeat(80));
+        for (why, short) in [
+            ("step.micro_batches: 4 sequences do not divide into 3 micro-batches; make", "batch not divisible"),
+            ("pipeline.schedule: dualpipev needs 4 micro-batches; choose another", "dualpipev needs 4 micro-batches"),
+            (&long, &format!("{}…", "x".repeat(60))),
+        ] {
+            assert_eq!(shortened(why), short);
+        }
+    }
+
+    #[test]
+    fn the_rank_that_is_shown_does_not_limit_the_meshes() {
+        let text = "model = 'gpt:vocabulary=64,layers=4,heads=2,width=32'\nestimate.rank = '1'\n\
+                    step = { batch = 4, sequence = 16 }";
+        let choice = MeshChoice::among(&RunConfig::parse(text, &[]).unwrap(), 2).unwrap();
+        assert!(
+            choice.compared.len() == 2 && choice.compared.iter().all(|option| option.refused.is_none()),
+            "{choice}"
+        );
     }
 }

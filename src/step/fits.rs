@@ -5,7 +5,7 @@ use std::fmt;
 use gapless_alloc::Options;
 use gapless_alloc::draw::Bytes;
 use gapless_engine::TrainError;
-use gapless_engine::compile::Error as CompileError;
+use gapless_engine::compile::{Error as CompileError, Program};
 use gapless_parallel::{Coordinate, Mesh};
 use serde::Serialize;
 
@@ -62,6 +62,13 @@ impl fmt::Display for Fits {
     }
 }
 
+impl Limit {
+    /// Returns the limit rounded down to 10 MiB, so that it can be typed as a budget.
+    pub fn typed_bytes(&self) -> u64 {
+        self.bytes / (10 << 20) * (10 << 20)
+    }
+}
+
 impl fmt::Display for Limit {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { bytes, device, reserve_bytes } = self;
@@ -98,20 +105,30 @@ impl Step {
     /// # Errors
     /// Returns the errors of [`Self::compile`], except that no plan fits the budget.
     pub fn fits(&self, limit: Limit) -> Result<Fits, TrainError> {
-        let quickly = self.with_little_work();
-        let arena = |step: &Self, stage| match step.compile(stage) {
-            Ok((executable, _)) => Ok((executable.arena_bytes(), executable.solution().lower_bound)),
-            Err(TrainError::Compile(CompileError::OverBudget { smallest, .. })) => Ok((smallest, smallest)),
+        let arena = |stage| Ok(self.arena(stage, Some(&limit))?.0);
+        let arenas = (0..self.options.mesh.pipeline).map(arena).collect::<Result<Vec<_>, TrainError>>()?;
+        Ok(Fits::new(self.options.mesh, &arenas, limit))
+    }
+
+    /// Plans a pipeline stage with little work, and with all of it only if the stage would not fit otherwise. Returns
+    /// the size of the arena and the program of the training step. If no plan fits the budget, returns the size of the
+    /// smallest plan that was found, and no program.
+    pub(super) fn arena(&self, stage: usize, limit: Option<&Limit>) -> Result<(u64, Option<Program>), TrainError> {
+        let plan = |step: &Self| match step.compile(stage) {
+            Ok((executable, compiled)) => {
+                Ok((executable.arena_bytes(), executable.solution().lower_bound, compiled.program))
+            }
+            // The search found no plan, but gives no bound: more work may find one.
+            Err(TrainError::Compile(CompileError::OverBudget { smallest, .. })) => Ok((smallest, 0, None)),
             Err(error) => Err(error),
         };
-        let mut arenas = Vec::new();
-        for stage in 0..self.options.mesh.pipeline {
-            arenas.push(match arena(&quickly, stage)? {
-                (bytes, bound) if bytes > limit.bytes && bound <= limit.bytes => arena(self, stage)?.0,
-                (bytes, _) => bytes,
-            });
+        let (bytes, bound, program) = plan(&self.with_little_work())?;
+        match limit {
+            Some(limit) if bytes > limit.bytes && bound <= limit.bytes => {
+                plan(self).map(|(bytes, _, program)| (bytes, program))
+            }
+            _ => Ok((bytes, program)),
         }
-        Ok(Fits::new(self.options.mesh, &arenas, limit))
     }
 
     /// Returns a copy of the step whose plans are made with little work. Their arenas may be slightly larger.
@@ -125,6 +142,7 @@ impl Step {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::run::RunConfig;
 
     #[test]
     fn answers_can_be_read() {
@@ -138,5 +156,21 @@ mod tests {
         let budget = Limit { bytes: 1 << 20, device: None, reserve_bytes: 0 };
         let fits = Fits::new(Mesh::default(), &[3 << 20], budget);
         assert_eq!(fits.to_string(), "fits: no: the step needs 3 MiB, 2 MiB more than the 1 MiB of the budget");
+    }
+
+    /// If the quick search finds nothing within the budget, the search with all work runs.
+    #[test]
+    fn a_budget_is_searched_with_all_work_before_it_is_refused() {
+        let text = "model = 'gpt:vocabulary=64,layers=2,heads=2,width=32'\nstep = { batch = 2, sequence = 16 }";
+        let step = Step::new(&RunConfig::parse(text, &[]).unwrap()).unwrap();
+        let limit = |bytes| Limit { bytes, device: None, reserve_bytes: 0 };
+        let within = |bytes: u64| step.within(Some(bytes)).fits(limit(bytes)).unwrap();
+        let Err(TrainError::Compile(CompileError::OverBudget { smallest, .. })) = step.within(Some(1)).compile(0)
+        else {
+            panic!("a step takes more than a byte")
+        };
+        assert!(within(smallest).fits);
+        let refused = within(1);
+        assert_eq!((refused.fits, refused.arena_bytes), (false, smallest));
     }
 }

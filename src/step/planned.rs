@@ -4,7 +4,7 @@ use std::path::Path;
 
 use gapless_engine::compile::step::{CompiledStep, RankPlan, StepGraph, boxed_build, compile_step};
 use gapless_engine::compile::{Executable, Program, Target, compile};
-use gapless_engine::nn::VarBuilder;
+use gapless_engine::nn::{Trainable, VarBuilder};
 use gapless_engine::recompute::Recompute;
 use gapless_engine::{DeviceChoice, Precision, StepOptions, TrainError, TrainOptions};
 use gapless_models::hf::{Architecture, Config, Pretrained};
@@ -55,6 +55,18 @@ impl Step {
         let TrainOptions { step: options, device, threads, .. } = options;
         options.check_values().map_err(|error| super::refused(error.into()))?;
         check_lowering(run)?;
+        // Adapters are f32 in every precision.
+        if run.optimizer.name == Rule::GaLore
+            && options.precision != Precision::F32
+            && !matches!(options.trainable, Trainable::Lora(_))
+        {
+            let why = "galore needs step.precision = \"f32\"";
+            return Err(ConfigError::value(
+                "optimizer.name",
+                why,
+                "set step.precision to f32, or choose another optimizer",
+            ));
+        }
         if run.estimate.profile_name() == machine::NAME && matches!(device, DeviceChoice::Cuda(_)) {
             return Err(ConfigError::value("device", "is a GPU, but estimate.profile is this-machine", "use cpu"));
         }
@@ -160,6 +172,11 @@ impl Step {
             Target::Cpu { .. } => "CPU",
             Target::Cuda | Target::CudaUnfused => "CUDA",
         }
+    }
+
+    /// Returns the changes of settings that would lower the memory of this step. See [`StepOptions::remedies`].
+    pub fn remedies(&self) -> Vec<&'static str> {
+        self.options.remedies(self.target)
     }
 
     /// The target of compilation.

@@ -213,9 +213,11 @@ impl Linker<'_> {
         deaths
     }
 
-    /// Returns the parts of the program as ranges of ticks, for pictures.
+    /// Returns the parts of the program as ranges of ticks, for pictures. A part without instructions is left out: passes
+    /// may have fused or moved all of its instructions into other parts.
     fn marks(&self) -> impl Iterator<Item = Mark> {
-        self.program.parts.iter().map(|Part { instrs, name, .. }| {
+        let parts = self.program.parts.iter().filter(|part| !part.instrs.is_empty());
+        parts.map(|Part { instrs, name, .. }| {
             let ticks = tick_of(self.span.start, instrs.start)..tick_of(self.span.start, instrs.end);
             Mark::new(ticks, format!("{} {name}", self.program.name))
         })

@@ -11,7 +11,7 @@ use std::time::Duration;
 use anyhow::{Context, anyhow, bail};
 use gapless::Mesh;
 use gapless::run::RunConfig;
-use gapless::step::{LargestBatch, Lowering, MeshChoice, Step};
+use gapless::step::{DeviceProfile, LargestBatch, Lowering, MeshChoice, Step};
 use gapless_alloc::Fit;
 use gapless_alloc::csv::Table;
 use gapless_alloc::draw::{Bytes, MemoryMap, SvgOptions, TextOptions};
@@ -28,6 +28,7 @@ use crate::step::{RunArguments, is_run};
 /// upper). Other column names that minimalloc reads are accepted too. Exit code: 0 if the plan fits (or no capacity is given),
 /// 2 for invalid input, 3 if it does not fit.
 #[derive(clap::Args)]
+#[command(after_help = profiles())]
 pub struct Arguments {
     /// A table of buffers (CSV), or the file of a run (.toml).
     file: Option<PathBuf>,
@@ -53,7 +54,8 @@ pub struct Arguments {
     /// stays the same.
     #[arg(long)]
     largest_batch: bool,
-    /// Compare the meshes of this many ranks, and plan the fastest that fits into the memory of --profile and into --budget.
+    /// Compare the meshes of this many ranks, and plan the fastest that fits into the memory of --profile and into --budget. A
+    /// pipeline keeps its ranks busy only with several micro-batches per rank (--micro-batches).
     #[arg(long, value_name = "NUMBER", value_parser = clap::value_parser!(u16).range(1..=4096))]
     ranks: Option<u16>,
     #[command(flatten)]
@@ -97,6 +99,9 @@ fn step(arguments: &Arguments) -> anyhow::Result<Fit> {
         None => None,
     };
     let mut step = Step::new(&run)?;
+    if let Some(budget) = meshes.as_ref().and_then(|choice| choice.budget) {
+        step = step.within(Some(budget));
+    }
     step.notices().iter().for_each(tell);
     let searches = arguments.largest_batch || arguments.ranks.is_some();
     match (step.lowering, &step.ranks[..]) {
@@ -121,6 +126,19 @@ pub struct Searches {
     largest: Option<LargestBatch>,
 }
 
+/// Lists the built-in device profiles with their memory, for the help.
+fn profiles() -> String {
+    // Sizes of memory on datasheets in GB. What a driver reports is a little less than the same number of GiB.
+    const SIZES: [u64; 8] = [16, 24, 40, 48, 80, 141, 180, 288];
+    let known = DeviceProfile::known().map(|DeviceProfile { name, memory, .. }| {
+        match SIZES.into_iter().find(|size| memory <= size << 30) {
+            Some(size) => format!("{name} ({size} GB)"),
+            None => format!("{name} ({})", Bytes(memory)),
+        }
+    });
+    format!("Devices of --profile: {}, this-machine, or a TOML file of your own.", known.join(", "))
+}
+
 /// Compares the meshes of a number of ranks, and gives the run the best one.
 fn choose_mesh(arguments: &Arguments, run: &mut RunConfig, ranks: usize) -> anyhow::Result<MeshChoice> {
     if let Some(name) =
@@ -130,7 +148,15 @@ fn choose_mesh(arguments: &Arguments, run: &mut RunConfig, ranks: usize) -> anyh
     }
     let choice = MeshChoice::among(run, ranks)?;
     match choice.mesh() {
-        Some(mesh) => run.mesh = mesh,
+        Some(mesh) => {
+            run.mesh = mesh;
+            // The other ranks of the chosen mesh are data and expert ranks, which have the plan of their stage.
+            let stages = run.estimate.rank.split(',').map(|rank| rank.trim().parse::<usize>());
+            if stages.flatten().any(|rank| (mesh.pipeline..ranks).contains(&rank)) {
+                tell(format_args!("the chosen mesh has {} pipeline rank(s); all are shown", mesh.pipeline));
+                run.estimate.rank = "all".into();
+            }
+        }
         None => bail!(
             "the step exists on no mesh of {ranks} ranks:\n{choice}change the batch, the micro-batches or the schedule"
         ),

@@ -7,9 +7,9 @@ use std::time::Instant;
 
 use anyhow::{Context, bail};
 use gapless::engine::compile::report::{RecomputedLayer, recomputed_layers, recomputed_per_micro_batch};
-use gapless::engine::compile::{Error as CompileError, Executable};
-use gapless::step::{Fits, LargestBatch, Limit, MeshChoice, Step};
-use gapless::{MemoryOptions, Recompute, StepOptions, TrainError};
+use gapless::engine::compile::{Error as CompileError, Executable, Program};
+use gapless::step::{Fits, LargestBatch, MeshChoice, Step, Timing, TimingError};
+use gapless::{MemoryOptions, Precision, Recompute, StepOptions, TrainError};
 use gapless_alloc::draw::{Bytes, MemoryMap, RoleBytes, Summary};
 use gapless_alloc::{Fit, Options, explain};
 use serde::Serialize;
@@ -51,6 +51,10 @@ pub struct Planned {
     plan_ms: f64,
     /// Estimated time of the rank's operations in milliseconds.
     pub step_ms: f64,
+    /// Simulated time of the whole step in milliseconds, with messages and with the time that ranks wait for each other.
+    /// `None` if the step has one rank.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    simulated_ms: Option<f64>,
     /// Recomputation time divided by the time of everything else.
     pub overhead: f64,
     /// FLOPs of recomputation divided by all other FLOPs.
@@ -67,6 +71,9 @@ pub struct Planned {
     /// Whether every rank fits into the device or the budget.
     #[serde(skip_serializing_if = "Option::is_none")]
     fits: Option<Fits>,
+    /// The reason why the step does not run on the GPU that it is planned for.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    does_not_run: Option<String>,
     /// The meshes that were compared.
     #[serde(skip_serializing_if = "Option::is_none")]
     meshes: Option<MeshChoice>,
@@ -96,6 +103,12 @@ impl RankMemory {
 
 /// Plans a rank of a step.
 pub fn plan_rank(step: &Step, rank: usize) -> Result<(Planned, Executable), TrainError> {
+    let (planned, executable, _) = plan_program(step, rank)?;
+    Ok((planned, executable))
+}
+
+/// Plans a rank of a step, and returns its program too.
+fn plan_program(step: &Step, rank: usize) -> Result<(Planned, Executable, Program), TrainError> {
     let start = Instant::now();
     let (executable, compiled) = step.compile(rank)?;
     let program = compiled.program.expect("a step is trained");
@@ -114,6 +127,7 @@ pub fn plan_rank(step: &Step, rank: usize) -> Result<(Planned, Executable), Trai
         reserve_bytes: executable.arena_bytes() - executable.solution().height,
         plan_ms: start.elapsed().as_secs_f64() * 1e3,
         step_ms: all as f64 / 1e6,
+        simulated_ms: None,
         overhead: again as f64 / (all - again).max(1) as f64,
         extra_flops: rematerialized_flops as f64 / (flops - rematerialized_flops).max(1) as f64,
         layers,
@@ -123,13 +137,14 @@ pub fn plan_rank(step: &Step, rank: usize) -> Result<(Planned, Executable), Trai
         model,
         ranks: Vec::new(),
         fits: None,
+        does_not_run: None,
         meshes: None,
         largest_batch: None,
         curve: None,
         #[cfg(feature = "cuda")]
         roofline: None,
     };
-    Ok((planned, executable))
+    Ok((planned, executable, program))
 }
 
 fn map<'a>(title: &'a str, executable: &'a Executable) -> Result<MemoryMap<'a>, TrainError> {
@@ -140,10 +155,13 @@ fn map<'a>(title: &'a str, executable: &'a Executable) -> Result<MemoryMap<'a>, 
 /// Plans every stage of the step, says whether it fits, and prints the figures of the chosen ranks.
 pub fn plan(arguments: &super::Arguments, step: &Step, searches: &Searches) -> anyhow::Result<Fit> {
     let curve_arguments = &arguments.curve;
-    let (mut planned, mut arenas, mut too_large) = (Vec::new(), Vec::new(), None);
+    let mesh = step.options.mesh;
+    let (mut planned, mut arenas, mut programs, mut too_large) = (Vec::new(), Vec::new(), Vec::new(), None);
+    #[cfg_attr(not(feature = "cuda"), expect(unused_mut, reason = "only GPUs lack kernels"))]
+    let mut does_not_run: Option<String> = None;
     // The data and expert ranks of a stage have the same plan, so each stage is planned once.
     for stage in 0..step.options.mesh.pipeline {
-        match plan_rank(step, stage) {
+        match plan_program(step, stage) {
             Err(error @ TrainError::Compile(CompileError::OverBudget { smallest, .. })) => {
                 arenas.push(smallest);
                 if too_large.as_ref().is_none_or(|(_, largest, _)| *largest < smallest) {
@@ -152,7 +170,11 @@ pub fn plan(arguments: &super::Arguments, step: &Step, searches: &Searches) -> a
             }
             Err(error) => return Err(error.into()),
             #[cfg_attr(not(feature = "cuda"), expect(unused_mut, reason = "only a roofline is added"))]
-            Ok((mut figures, executable)) => {
+            Ok((mut figures, executable, program)) => {
+                #[cfg(feature = "cuda")]
+                if does_not_run.is_none() {
+                    does_not_run = step.missing_kernels(&executable);
+                }
                 if step.ranks.contains(&stage) {
                     #[cfg(feature = "cuda")]
                     if arguments.roofline {
@@ -165,24 +187,30 @@ pub fn plan(arguments: &super::Arguments, step: &Step, searches: &Searches) -> a
                 }
                 arenas.push(figures.arena_bytes);
                 planned.push(figures);
+                programs.push(program);
             }
         }
     }
-    let mesh = step.options.mesh;
     let fits = step.limit().map(|limit| Fits::new(mesh, &arenas, limit));
-    if let Some((stage, smallest, error)) = too_large {
+    if let Some((stage, smallest, mut error)) = too_large {
+        if let TrainError::Compile(CompileError::OverBudget { remedies, .. }) = &mut error {
+            remedies.retain(|remedy| searches.meshes.is_none() || !adds_ranks(remedy));
+        }
         match arguments.json {
             true => print(|out| writeln!(out, "{:#}", serde_json::json!({ "fits": fits })))?,
-            false => print(|out| answer(out, searches, fits.as_ref()))?,
+            false => print(|out| answer(out, searches, fits.as_ref(), does_not_run.as_deref()))?,
         }
         tell(format_args!("gapless plan: {error}"));
         return tell_why(step, stage, step.options.memory.budget.unwrap_or(0), smallest);
     }
+    let simulated_ms = simulated(step, &programs)?.map(|timing| timing.nanoseconds() as f64 / 1e6);
+    planned.iter_mut().for_each(|planned| planned.simulated_ms = simulated_ms);
     let ranks = (0..mesh.ranks()?).map(|rank| RankMemory::of(&planned[mesh.coordinate(rank).pipeline])).collect();
     planned.retain(|planned| step.ranks.contains(&planned.rank));
     let [first, ..] = &mut planned[..] else { bail!("no rank is chosen; give --rank 0 or --rank all") };
     first.ranks = ranks;
     first.fits = fits.clone();
+    first.does_not_run = does_not_run.clone();
     first.meshes = searches.meshes.clone();
     first.largest_batch = searches.largest.clone();
     if let Some(points) = curve_arguments.curve {
@@ -197,39 +225,72 @@ pub fn plan(arguments: &super::Arguments, step: &Step, searches: &Searches) -> a
         print(|out| writeln!(out, "{json}"))?;
     } else {
         print(|out| {
-            answer(out, searches, fits.as_ref())?;
+            answer(out, searches, fits.as_ref(), does_not_run.as_deref())?;
             planned.iter().try_for_each(|planned| report(out, step, planned))
         })?;
     }
     match fits {
-        Some(fits) if !fits.fits => tell_remedies(step, &fits),
+        Some(fits) if !fits.fits => tell_remedies(step, &fits, searches.meshes.is_some()),
         _ => Ok(Fit::Fits),
     }
 }
 
 /// Prints the answers to the questions that were asked, before all figures.
-fn answer(out: &mut dyn Write, searches: &Searches, fits: Option<&Fits>) -> io::Result<()> {
+fn answer(out: &mut dyn Write, searches: &Searches, fits: Option<&Fits>, does_not_run: Option<&str>) -> io::Result<()> {
     if let Some(meshes) = &searches.meshes {
         writeln!(out, "{meshes}")?;
     }
     if let Some(largest) = &searches.largest {
         writeln!(out, "{largest}")?;
     }
-    match fits {
-        Some(fits) => writeln!(out, "{fits}\n"),
-        None => Ok(()),
+    if let Some(fits) = fits {
+        writeln!(out, "{fits}")?;
     }
+    if let Some(why) = does_not_run {
+        writeln!(out, "{why}")?;
+    }
+    if fits.is_some() || does_not_run.is_some() { writeln!(out) } else { Ok(()) }
 }
 
+/// Simulates a step of several ranks. Returns `None` for one rank, whose operations are the whole step. Also returns
+/// `None` for this machine, on which every operation would have to be run.
+fn simulated(step: &Step, programs: &[Program]) -> Result<Option<Timing>, TimingError> {
+    if step.options.mesh.ranks().unwrap_or(1) == 1 || step.device.is_measured() {
+        return Ok(None);
+    }
+    step.timing(programs).map(Some)
+}
+
+/// True if a remedy is a mesh with more ranks.
+fn adds_ranks(remedy: &str) -> bool {
+    remedy.contains("(mesh.")
+}
+
+/// True if the step takes less memory in bf16 with f32 masters.
+fn bf16_saves(step: &Step, fits: &Fits) -> bool {
+    let mut step = step.clone();
+    step.options.precision = Precision::Bf16;
+    step.options.memory.planning = step.options.memory.planning.min(Options::QUICK_WORK);
+    step.fits(fits.limit.clone()).is_ok_and(|bf16| bf16.arena_bytes < fits.arena_bytes)
+}
+
+/// The remedy of a smaller precision. In [`StepOptions::remedies`] it may have a condition.
+const BF16: &str = "bf16 (step.precision)";
+
 /// Prints what would make a step fit into its device: a recomputation, if one is found, and the settings that lower its
-/// memory.
-fn tell_remedies(step: &Step, fits: &Fits) -> anyhow::Result<Fit> {
+/// memory. Remedies that add ranks are left out if their number is given.
+fn tell_remedies(step: &Step, fits: &Fits, are_ranks_given: bool) -> anyhow::Result<Fit> {
     let MemoryOptions { recompute, budget, .. } = &step.options.memory;
-    let mut remedies: Vec<String> = step.options.remedies().into_iter().map(str::to_owned).collect();
+    let mut remedies: Vec<&str> =
+        step.remedies().into_iter().filter(|remedy| !are_ranks_given || !adds_ranks(remedy)).collect();
+    if let Some(index) = remedies.iter().position(|remedy| remedy.starts_with(BF16)) {
+        match bf16_saves(step, fits) {
+            true => remedies[index] = BF16,
+            false => _ = remedies.remove(index),
+        }
+    }
     if *recompute == Recompute::None && budget.is_none() {
-        let Limit { bytes, .. } = fits.limit;
-        // Rounded down to 10 MiB, so that the budget can be typed.
-        let budget = bytes / (10 << 20) * (10 << 20);
+        let budget = fits.limit.typed_bytes();
         let stage = step.options.mesh.coordinate(fits.rank).pipeline;
         match plan_rank(&step.within(Some(budget)), stage) {
             Ok((planned, _)) => tell(format_args!(
@@ -243,7 +304,7 @@ fn tell_remedies(step: &Step, fits: &Fits) -> anyhow::Result<Fit> {
             Err(error) => return Err(error.into()),
         }
     } else {
-        remedies.insert(0, "more recomputation (memory.budget)".to_owned());
+        remedies.insert(0, "more recomputation (memory.budget)");
     }
     tell(format_args!("what helps: {}", remedies.join("; ")));
     Ok(Fit::Unknown)
@@ -311,10 +372,15 @@ fn report(out: &mut dyn Write, configured: &Step, step: &Planned) -> io::Result<
     }
     let rates = configured.device.rates(configured.precision());
     let [flops, bytes] = [rates.flops, rates.bytes].map(|rate| (rate / 1e10).round() / 100.0);
+    let takes = match step.simulated_ms {
+        Some(all) => format!("a step takes {all:.2} ms, of which this rank computes {:.2} ms,", step.step_ms),
+        None if ranks > 1 => format!("this rank computes {:.2} ms of a step", step.step_ms),
+        None => format!("a step takes {:.2} ms", step.step_ms),
+    };
     writeln!(
         out,
-        "\nplanned in {:.0} ms; a step takes {:.2} ms at {flops} TFLOP/s and {bytes} TB/s ({})",
-        step.plan_ms, step.step_ms, configured.device.name
+        "\nplanned in {:.0} ms; {takes} at {flops} TFLOP/s and {bytes} TB/s ({})",
+        step.plan_ms, configured.device.name
     )?;
     let (time, flops) = (100.0 * step.overhead, 100.0 * step.extra_flops);
     writeln!(out, "recomputed: {time:.2} % of the time, {flops:.2} % of the arithmetic")?;
