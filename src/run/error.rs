@@ -1,6 +1,6 @@
 //! Errors that end a run before its last step.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use gapless_communicator::{CommunicatorError, RankError};
 use gapless_engine::TrainError;
@@ -39,8 +39,19 @@ pub enum RunError {
         /// Folder in which checkpoints are expected.
         path: PathBuf,
     },
+    /// The run has not saved a checkpoint yet, because it is still before its first one or has failed before it.
+    #[error("the run in {} has no checkpoint yet{}", path.display(), in_earlier(earlier.as_deref()))]
+    NoCheckpointYet {
+        /// The run's folder.
+        path: PathBuf,
+        /// The subfolder of the newest earlier run of this folder that has checkpoints.
+        earlier: Option<PathBuf>,
+    },
     /// The checkpoint has already done all steps of the run.
-    #[error("{} has done {done} steps, and steps is {steps}; raise steps", path.display())]
+    #[error(
+        "{} has done {done} steps, and the run has {steps}; raise steps (or epochs, if the run has epochs)",
+        path.display()
+    )]
     NothingLeft {
         /// Path of the checkpoint.
         path: PathBuf,
@@ -88,6 +99,13 @@ pub enum RunError {
         /// The system's error.
         source: std::io::Error,
     },
+}
+
+fn in_earlier(earlier: Option<&Path>) -> String {
+    match earlier {
+        Some(earlier) => format!("; an earlier run is in {}: name this folder to use it", earlier.display()),
+        None => "; train it until it has saved one".to_owned(),
+    }
 }
 
 impl From<HfError> for RunError {

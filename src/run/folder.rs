@@ -16,6 +16,9 @@ const DEFAULT_KEEP_LAST: usize = 2;
 /// Name of the subfolder with the checkpoints.
 const CHECKPOINTS: &str = "checkpoints";
 
+/// Name of the subfolder of an earlier run, before its number.
+const EARLIER: &str = "earlier";
+
 /// Name of the subfolder with the files that a run was given and that it needs later, apart from its data.
 pub(super) const PRETRAINED: &str = "pretrained";
 
@@ -165,7 +168,7 @@ impl RunFolder {
     /// Returns the errors of [`Trainer::resume`], [`Self::claim`] and [`Self::set_aside`], and an error if the memory
     /// map or the plan cannot be written.
     pub fn begin(&self, trainer: &mut Trainer, from: Option<&Checkpoint>, console: &Console) -> Result<(), RunError> {
-        self.start(trainer, from, from.is_none(), console)
+        self.start(trainer, from, from.is_none(), console, || Ok(()))
     }
 
     /// Begins a new run that starts from a checkpoint of another run. The other run may be the one whose files are in
@@ -174,15 +177,18 @@ impl RunFolder {
     /// # Errors
     /// Returns the errors of [`Self::begin`].
     pub fn fork(&self, trainer: &mut Trainer, from: &Checkpoint, console: &Console) -> Result<(), RunError> {
-        self.start(trainer, Some(from), true, console)
+        self.start(trainer, Some(from), true, console, || Ok(()))
     }
 
-    fn start(
+    /// Like [`Self::begin`] or, if `is_new`, [`Self::fork`]. On the first rank, `prepare` is called when the folder is
+    /// locked, before the files of an earlier run are moved.
+    pub(super) fn start(
         &self,
         trainer: &mut Trainer,
         from: Option<&Checkpoint>,
         is_new: bool,
         console: &Console,
+        prepare: impl FnOnce() -> Result<(), RunError>,
     ) -> Result<(), RunError> {
         if let Some(checkpoint) = from {
             trainer.resume(checkpoint)?;
@@ -193,6 +199,7 @@ impl RunFolder {
         console.say(trainer.device());
         console.say(trainer.report());
         self.claim()?;
+        prepare()?;
         if let Some(checkpoint) = from {
             let path = checkpoint.path().display();
             console.say(format_args!("resumed after {} steps from {path}", checkpoint.step()));
@@ -226,7 +233,7 @@ impl RunFolder {
         if written.is_empty() {
             return Ok(None);
         }
-        let earlier = free_name(&self.path.join("earlier"), 1);
+        let earlier = free_name(&self.path.join(EARLIER), 1);
         let put = |name: &str, put: fn(&Path, &Path) -> io::Result<()>| {
             let (from, to) = (self.path.join(name), earlier.join(name));
             put(&from, &to).map_err(|source| CheckpointError::Write { path: to, source })
@@ -267,6 +274,12 @@ impl RunFolder {
         all.sort_by(|a, b| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1)));
         Ok(all.into_iter().take(self.keep_best).map(|(_, step)| step).collect())
     }
+}
+
+/// Returns the newest subfolder `earlier.N` of a run's folder that has checkpoints.
+pub(super) fn newest_earlier(folder: &Path) -> Option<PathBuf> {
+    let all = (1..).map(|number| folder.join(format!("{EARLIER}.{number}"))).take_while(|earlier| earlier.is_dir());
+    all.filter(|earlier| Checkpoint::list(&earlier.join(CHECKPOINTS)).is_ok_and(|all| !all.is_empty())).last()
 }
 
 /// Returns the first of the paths `path.FIRST`, `path.FIRST+1`, … that does not exist.

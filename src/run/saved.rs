@@ -111,5 +111,6 @@ pub fn dataset(source: &Source, options: &DataOptions, resumed: Option<&Checkpoi
 fn in_words(difference: &Difference, part: &str) -> String {
     let shown = |value: &Option<Value>| value.as_ref().map_or("absent".to_owned(), Value::to_string);
     let key = if difference.key.is_empty() { part } else { &difference.key };
-    format!("{key} was {} and is {}", shown(&difference.saved), shown(&difference.expected))
+    let why = if key == "data.validation_every" { " (0 if evaluation.path is set)" } else { "" };
+    format!("{key} was {} and is {}{why}", shown(&difference.saved), shown(&difference.expected))
 }

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use gapless_communicator::{Communicator, InProcess, on_threads};
 use gapless_engine::checkpoint::{Checkpoint, CheckpointError};
-use gapless_engine::data::{Dataset, TrainingWindows, ValidationWindows, Vocabulary};
+use gapless_engine::data::{DataError, Dataset, TrainingWindows, ValidationWindows, Vocabulary};
 use gapless_engine::nn::Trainable;
 use gapless_engine::{GenerateOptions, Sampling, StepReport, TrainError, Trainer};
 use gapless_models::hf::{self, Folder};
@@ -19,7 +19,7 @@ use gapless_parallel::Mesh;
 use serde_json::{Value, json};
 
 use super::config::text_of;
-use super::folder::{PRETRAINED, free_name, write};
+use super::folder::{PRETRAINED, free_name, newest_earlier, write};
 use super::preflight::preflight;
 use super::routing::StepRow;
 use super::{
@@ -232,10 +232,12 @@ impl<'a> Rank<'a> {
         if let Some(checkpoint) = resumed {
             expect_same(checkpoint, "data_hash", &json!(dataset.hash()), &[], console)?;
         }
+        let held_out = config.evaluation.path.as_ref().map(|path| config.held_out(path, dataset.vocabulary()));
+        let held_out = held_out.transpose()?;
         console.say(format_args!(
             "{} training tokens, {} validation tokens, a vocabulary of {}",
             dataset.training_tokens(),
-            dataset.validation_tokens(),
+            held_out.as_ref().unwrap_or(&dataset).validation_tokens(),
             dataset.vocabulary().size()
         ));
         if let Some(framing) = dataset.vocabulary().framing() {
@@ -243,11 +245,24 @@ impl<'a> Rank<'a> {
         }
         expect_known(&dataset, &config.model, console)?;
         let writes_vocabulary = is_first && may_write_vocabulary(dataset.vocabulary(), &folder)?;
-        let mut run = RunInProgress::new(world, config, out, dataset, checkpoint.is_none(), console)?;
+        let mut run = RunInProgress::new(world, config, out, (dataset, held_out), checkpoint.is_none(), console)?;
+        // The given files may be those of an earlier run of this folder, so they are copied before that run is set aside.
+        let mut pretrained = None;
+        let copy = || {
+            if resumed.is_none() || !out.join(PRETRAINED).exists() {
+                pretrained = copy_pretrained(config, out)?;
+            }
+            Ok(())
+        };
+        folder.start(&mut run.trainer, checkpoint.as_ref(), resumed.is_none(), run.console, copy)?;
         // From here on the folder belongs to this run.
-        match (start, &checkpoint) {
-            (Start::Fork(_), Some(from)) => folder.fork(&mut run.trainer, from, run.console)?,
-            (_, from) => folder.begin(&mut run.trainer, from.as_ref(), run.console)?,
+        if is_first {
+            begun.store(true, Ordering::Relaxed);
+        }
+        if let Some(partial) = pretrained {
+            let to = out.join(PRETRAINED);
+            let cannot = |source| RunError::Io { what: format!("cannot write {}", to.display()), source };
+            fs::rename(partial, &to).map_err(cannot)?;
         }
         if writes_config {
             write(&out.join(CONFIG), &config.resolved(run.dataset.vocabulary()))?;
@@ -255,15 +270,11 @@ impl<'a> Rank<'a> {
         if writes_vocabulary {
             run.dataset.vocabulary().save(&out.join(TOKENIZER))?;
         }
-        if is_first && !out.join(PRETRAINED).exists() {
-            keep_pretrained(config, out)?;
-        }
         if is_first {
             run.console.write_rows(&out.join("metrics.jsonl"), resumed.is_some())?;
             let log = out.join("log.txt");
             let cannot = |source| RunError::Io { what: format!("cannot write {}", log.display()), source };
             run.console.write_log(&log, resumed.is_some()).map_err(cannot)?;
-            begun.store(true, Ordering::Relaxed);
             let summary = out.join(SUMMARY);
             if resumed.is_some() && is_failure(&summary) {
                 let cannot = |source| RunError::Io { what: format!("cannot remove {}", summary.display()), source };
@@ -283,7 +294,7 @@ impl<'a> Rank<'a> {
             let before = before.filter(|_| summary.final_loss.is_none() && resumed.is_some());
             if before.is_some() {
                 let steps = summary.steps;
-                run.console.say(format_args!("all {steps} steps were done before; raise steps to continue"));
+                run.console.say(format_args!("all {steps} steps were done before; raise steps or epochs to continue"));
             }
             let exported = before.as_ref().and_then(|before| Some(PathBuf::from(before.get("weights")?.as_str()?)));
             summary.weights = match exported.filter(|folder| out.join(folder).exists()) {
@@ -312,21 +323,20 @@ struct RunInProgress<'a> {
 }
 
 impl<'a> RunInProgress<'a> {
+    /// Cuts the data into windows and builds the trainer. The data are the dataset and, if `evaluation.path` is set, the
+    /// data there.
     fn new(
         world: Box<dyn Communicator>,
         config: &'a RunConfig,
         out: &'a Path,
-        dataset: Dataset,
+        (dataset, held_out): (Dataset, Option<Dataset>),
         is_new: bool,
         console: &'a mut Console,
     ) -> Result<Self, RunError> {
         let (sequence, batch) = (config.step.sequence, config.step.batch);
         let training = dataset.training(sequence, batch, config.seed)?;
-        let validation = match &config.evaluation.path {
-            Some(path) => {
-                let count = Some(config.evaluation.windows).filter(|&count| count > 0).unwrap_or(usize::MAX);
-                config.held_out(path, dataset.vocabulary())?.validation(sequence, count)?
-            }
+        let validation = match &held_out {
+            Some(held_out) => Some(held_out_windows(held_out, config)?),
             None => validation_windows(&dataset, sequence, config.evaluation.windows)?,
         };
         if !config.sample.prompt.is_empty() {
@@ -347,7 +357,7 @@ impl<'a> RunInProgress<'a> {
     ) -> Result<TrainingOutcome, RunError> {
         let Self { config, out, console, dataset, training, validation, trainer } = self;
         let steps = config.steps;
-        let step_tokens = (config.step.batch * config.step.sequence) as u64;
+        let step_tokens = (config.step.batch * config.step.sequence) as f64;
         let mut fit = TrainingLoop::new(training, steps)
             .evaluate(validation.as_ref(), config.evaluation.every)
             .save(folder, config.checkpoints.every, saved)
@@ -371,7 +381,7 @@ impl<'a> RunInProgress<'a> {
                     }
                     let (loss, learning_rate, tokens_per_second) = (*loss, *lr, *tokens_per_second);
                     console.row(&StepRow::new(&event, trainer)?);
-                    let tokens = (steps.saturating_sub(trainer.steps()) * step_tokens) as f64;
+                    let tokens = steps.saturating_sub(trainer.steps()) as f64 * step_tokens;
                     let left = Duration::try_from_secs_f64(tokens / tokens_per_second).unwrap_or_default();
                     show(Progress { done: trainer.steps(), steps, loss, learning_rate, tokens_per_second, left });
                 }
@@ -428,18 +438,22 @@ fn is_failure(summary: &Path) -> bool {
 }
 
 /// Copies the settings of the model folder and the tokenizer that the run was given into the run's folder, so that the
-/// trained model can be used without them. Does nothing if the run was given neither.
-fn keep_pretrained(config: &RunConfig, out: &Path) -> Result<(), RunError> {
+/// trained model can be used without them. The copies are in a folder that the caller renames to [`PRETRAINED`]; its path
+/// is returned. Does nothing and returns `None` if the run was given neither.
+fn copy_pretrained(config: &RunConfig, out: &Path) -> Result<Option<PathBuf>, RunError> {
     let model = match &config.model {
         ModelConfig::Folder(folder) => Some(folder),
         ModelConfig::Gpt(_) | ModelConfig::Llama(_) | ModelConfig::Moe(_) => None,
     };
     if model.is_none() && config.data.tokenizer.is_none() {
-        return Ok(());
+        return Ok(None);
     }
-    // The folder gets its name when it is complete.
-    let (to, partial) = (out.join(PRETRAINED), out.join(format!("{PRETRAINED}.partial")));
-    let io = |source| RunError::Io { what: format!("cannot write {}", to.display()), source };
+    let partial = out.join(format!("{PRETRAINED}.partial"));
+    let io = |source| RunError::Io { what: format!("cannot write {}", partial.display()), source };
+    // A run that was killed may have left the folder. Its files may be read-only, and so cannot be overwritten.
+    if fs::symlink_metadata(&partial).is_ok() {
+        fs::remove_dir_all(&partial).map_err(io)?;
+    }
     fs::create_dir_all(&partial).map_err(io)?;
     if let Some(model) = model {
         hf::copy_settings(model, &partial)?;
@@ -447,13 +461,17 @@ fn keep_pretrained(config: &RunConfig, out: &Path) -> Result<(), RunError> {
     match (&config.data.tokenizer, model) {
         (Some(file), _) => {
             hf::copy_tokenizer(file.parent().unwrap_or(Path::new(".")), &partial)?;
-            // The file may have another name.
-            fs::copy(file, partial.join(TOKENIZER)).map_err(io)?;
+            // The file may have another name. A copy has the permissions of its source, so it may be read-only.
+            let to = partial.join(TOKENIZER);
+            if to.exists() {
+                fs::remove_file(&to).map_err(io)?;
+            }
+            fs::copy(file, &to).map_err(io)?;
         }
         (None, Some(model)) => hf::copy_tokenizer(model, &partial)?,
         (None, None) => {}
     }
-    fs::rename(&partial, &to).map_err(io)
+    Ok(Some(partial))
 }
 
 /// Returns true if the run should write its run.toml. Returns false if the folder has a run.toml with the same
@@ -504,11 +522,32 @@ fn expect_known(dataset: &Dataset, model: &ModelConfig, console: &Console) -> Re
     Err(ConfigError::value("data", why, "use the tokenizer that the model was trained with").into())
 }
 
+/// Returns the windows of the data that `evaluation.path` names.
+///
+/// # Errors
+/// Returns an error if there is not a single window, because the user has named the data.
+fn held_out_windows(held_out: &Dataset, config: &RunConfig) -> Result<ValidationWindows, RunError> {
+    let (sequence, tokens) = (config.step.sequence, held_out.validation_tokens());
+    let count = Some(config.evaluation.windows).filter(|&count| count > 0).unwrap_or(usize::MAX);
+    match held_out.validation(sequence, count) {
+        Ok(Some(windows)) => Ok(windows),
+        Ok(None) | Err(DataError::TooShort { .. }) => {
+            let why =
+                format!("the data have {tokens} tokens, but a window of {sequence} tokens needs {}", sequence + 1);
+            let remedy = "give more data, lower step.sequence, or leave the key out";
+            Err(ConfigError::value("evaluation.path", why, remedy).into())
+        }
+        Err(error) => Err(error.into()),
+    }
+}
+
 /// Opens the checkpoint at `path`. If `path` is the folder of a run, opens the run's newest checkpoint.
 pub(super) fn checkpoint_of(path: &Path) -> Result<Checkpoint, RunError> {
     let checkpoints = path.join("checkpoints");
+    let none = || RunError::NoCheckpointYet { path: path.to_owned(), earlier: newest_earlier(path) };
     Ok(match checkpoints.exists() {
-        true => Checkpoint::latest(&checkpoints)?.ok_or(RunError::NothingToResume { path: checkpoints })?,
+        true => Checkpoint::latest(&checkpoints)?.ok_or_else(none)?,
+        false if path.join(CONFIG).exists() => return Err(none()),
         false => Checkpoint::open(path)?,
     })
 }

@@ -221,5 +221,17 @@ fn answers_are_measured_with_the_template_of_the_folder() {
     assert_eq!((said["windows"].as_u64(), said["sequence"].as_u64()), (Some(1), Some(128)), "{said}");
     let said = measured(&prompt, "prompt");
     assert!((2 * 5..=3 * 5).contains(&said["tokens"].as_u64().unwrap()), "{said}");
-    assert!(error(&["eval", &base, &prompt]).contains("missing field `text`"));
+    let told = error(&["eval", &base, &prompt]);
+    assert!(told.contains("missing field `text`") && told.contains("--format chat"), "{told}");
+
+    // The adapter has a tokenizer and a template, and only its base names the token that ends a text.
+    let adapter = folders.name("adapter");
+    std::fs::rename(folders.path("base/chat_template.jinja"), folders.path("adapter/chat_template.jinja")).unwrap();
+    std::fs::copy(folders.path("base/tokenizer.json"), folders.path("adapter/tokenizer.json")).unwrap();
+    let said = text(&["eval", &adapter, &chat, "--format", "chat", "--device", "cpu", "--json"]);
+    let said: Value = serde_json::from_str(&said).unwrap();
+    assert!(said["tokens"] == 4 * 5 || said["tokens"] == 3 * 5, "{said}");
+    std::fs::remove_file(folders.path("base/generation_config.json")).unwrap();
+    folders.set("base/config.json", json!({ "eos_token_id": null }));
+    assert!(error(&["eval", &adapter, &chat, "--format", "chat"]).contains("data.end_of_text"));
 }

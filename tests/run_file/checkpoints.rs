@@ -16,7 +16,9 @@ fn resuming_refuses_changed_keys() {
     assert!(matches!(go(&read("steps=2")), Err(RunError::NothingToResume { .. })));
     assert!(!out.exists());
     train(&read("steps=2"), &out, &Start::Anew, &mut Console::default(), |_| {}).unwrap();
+    let held_out = format!("evaluation.path={}", place.path().join("text.txt").display());
     for (assignment, said) in [
+        (&*held_out, "data.validation_every was 8 and is 0 (0 if evaluation.path is set)"),
         ("model.gpt.layers=2", "model.gpt.layers was 1 and is 2"),
         ("step.batch=8", "step.batch was 4 and is 8"),
         ("seed=4", "seed was 3 and is 4"),
@@ -30,6 +32,25 @@ fn resuming_refuses_changed_keys() {
     std::fs::write(&text, "another text, which has other tokens\n".repeat(200)).unwrap();
     let error = go(&read("steps=3")).unwrap_err().to_string();
     assert!(error.contains("data_hash was"), "{error}");
+}
+
+/// Held-out data may be moved. Whether there are any may not change, because this decides the training data.
+#[test]
+fn resuming_follows_held_out_data_that_were_moved() {
+    let place = Place::new();
+    let path = |name: &str| place.path().join(name);
+    let go = |settings: &[String], start: Start| {
+        let config = RunConfig::read(&place.file(TINY), settings).unwrap();
+        train(&config, &path("run"), &start, &mut Console::default(), |_| {}).map(|summary| summary.steps)
+    };
+    let held_out = |name: &str| format!("evaluation.path={}", path(name).display());
+    std::fs::copy(path("text.txt"), path("held.txt")).unwrap();
+    go(&["steps=2".to_owned(), held_out("held.txt")], Start::Anew).unwrap();
+    std::fs::rename(path("held.txt"), path("moved.txt")).unwrap();
+    let error = go(&[], Start::Resume).unwrap_err().to_string();
+    assert!(error.contains("data.validation_every was 0 and is 8") && !error.contains("data_hash"), "{error}");
+    let moved = [held_out("moved.txt"), "data.validation_every=4".to_owned()];
+    assert_eq!(go(&moved, Start::Resume).unwrap(), 4);
 }
 
 /// A fork continues from another run's checkpoint in its own folder, with the same or with another configuration.

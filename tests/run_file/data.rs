@@ -252,6 +252,41 @@ fn held_out_examples_are_measured_by_their_answers() {
     assert!(wrong.contains("text, prompt or chat"), "{wrong}");
 }
 
+/// Data for validation of their own are counted in place of a part of the training data, and must fill a window.
+#[test]
+fn held_out_data_are_counted_and_fill_a_window() {
+    let place = Place::new();
+    let path = |name: &str| place.path().join(name).display().to_string();
+    std::fs::write(path("held.txt"), "to be or not to be, that is").unwrap();
+    std::fs::write(path("short.txt"), "to be").unwrap();
+    let file = place.file(TINY).display().to_string();
+    let go = |name: &str, out: &str| {
+        place.gapless(&["train", &file, "--out", out, "--set", &format!("evaluation.path={}", path(name))])
+    };
+    let output = go("held.txt", "run");
+    let said = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success() && said.contains(" training tokens, 27 validation tokens, "), "{output:?}");
+    let output = go("short.txt", "short");
+    let error = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.code() == Some(2) && !place.path().join("short").exists(), "{output:?}");
+    assert!(error.contains("evaluation.path") && error.contains("5 tokens") && error.contains("needs 17"), "{error}");
+}
+
+/// A short text has fewer tokens than the vocabulary that the run asks for. The budget need only suffice for those.
+#[test]
+fn the_budget_is_that_of_the_vocabulary_of_the_text() {
+    let place = Place::new();
+    let text = TINY.replace("vocabulary = 256", "vocabulary = 4096");
+    let config = RunConfig::read(&place.file(&text), &["memory.budget=600KiB".to_owned()]).unwrap();
+    let architecture = config.model(4096).architecture().unwrap();
+    assert!(gapless::Trainer::builder(|vb| architecture.model(vb), config.options()).plan(0).is_err());
+    train(&config, &place.path().join("run"), &Start::Anew, &mut Console::default(), |_| {}).unwrap();
+    let text = text.replace("steps = 4", "steps = 4\nmemory.budget = 1000");
+    let small = RunConfig::read(&place.file(&text), &[]).unwrap();
+    let error = train(&small, &place.path().join("small"), &Start::Anew, &mut Console::default(), |_| {}).unwrap_err();
+    assert!(error.to_string().contains("budget") && !place.path().join("small").exists(), "{error}");
+}
+
 /// If the run file says so, only the last answer of a conversation counts, and answers of weight 0 don't count.
 #[test]
 fn conversations_count_the_answers_that_are_asked_for() {

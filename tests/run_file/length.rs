@@ -1,5 +1,6 @@
 //! The length of a run: steps or epochs, how steps are counted, and the answer to a signal.
 
+use gapless::StepOptions;
 use gapless::run::{Console, Progress, RunConfig, Start, train};
 
 use crate::{Place, TINY, rows};
@@ -23,6 +24,18 @@ fn epochs_are_steps() {
     let more = config("epochs = 0.1");
     let summary = train(&more, &out, &Start::Resume, &mut Console::default(), |_| {}).unwrap();
     assert_eq!(summary.steps, steps(0.1));
+
+    // The number of steps has a maximum, which epochs may exceed.
+    let error = train(&config("epochs = 1e300"), &out, &Start::Anew, &mut Console::default(), |_| {}).unwrap_err();
+    assert!(error.to_string().contains("epochs") && error.to_string().contains("9007199254740992 steps"), "{error}");
+    // The time that is left is that of more tokens than a u64 holds.
+    let long = config(&format!("steps = {}", 1_u64 << 53));
+    let step = StepOptions { batch: 256, ..long.step.clone() };
+    let cut = RunConfig { max_minutes: Some(0.01), step, ..long };
+    let mut left = Vec::new();
+    let progress = |progress: Progress| left.push(progress.left);
+    train(&cut, &place.path().join("long"), &Start::Anew, &mut Console::default(), progress).unwrap();
+    assert!(left.iter().all(|left| !left.is_zero()) && !left.is_empty(), "{left:?}");
 
     // An assignment replaces the length that the file gives.
     let assigned = |assignment: &str, file: &str| {

@@ -92,7 +92,7 @@ fn a_run_is_used_where_nothing_else_is_left() {
         assert_eq!(Report::open(std::slice::from_ref(&run)).unwrap().runs()[0].error(), None);
 
         // The exported model has the bits of the run's.
-        let out = elsewhere.path().join(format!("{name}.exported"));
+        let out = elsewhere.path().join(format!("{name}.exported/"));
         TrainedRun::open(&run).unwrap().export(&out).unwrap();
         let folder = Folder::open(&out).unwrap();
         let mut trainer = Trainer::new(|vb| folder.model(vb), options().step).unwrap();
@@ -204,6 +204,63 @@ fn a_failed_run_leaves_its_reason() {
     let config = RunConfig::read_without_data(Some(&place.path().join("run.toml")), &[]).unwrap();
     train(&config, &out, &Start::Anew, &mut Console::default(), |_| {}).unwrap_err();
     assert!(summary(&out).get("error").is_none() && !out.join("earlier.3").exists());
+}
+
+/// The tokenizer may be read-only, and it may be the copy of the earlier run in the same folder.
+#[test]
+fn a_given_tokenizer_is_copied_before_the_earlier_run_is_moved() {
+    let place = Place::new();
+    let (base, out) = (place.path().join("base"), place.path().join("run"));
+    write_model(&base);
+    let file = base.join("tokenizer.json");
+    let mut permissions = fs::metadata(&file).unwrap().permissions();
+    permissions.set_readonly(true);
+    fs::set_permissions(&file, permissions).unwrap();
+    let go = |tokenizer: &Path| {
+        let text = TINY.replace("vocabulary = 256", &format!("tokenizer = {tokenizer:?}"));
+        let config = RunConfig::read(&place.file(&text), &[]).unwrap();
+        train(&config, &out, &Start::Anew, &mut Console::default(), |_| {}).unwrap();
+    };
+    go(&file);
+    // A run that was killed while it copied has left a part of the copies.
+    fs::create_dir(out.join("pretrained.partial")).unwrap();
+    fs::write(out.join("pretrained.partial/tokenizer.json"), "{").unwrap();
+    go(&file);
+    go(&out.join("pretrained/tokenizer.json"));
+    for folder in [out.clone(), out.join("earlier.1"), out.join("earlier.2")] {
+        let pretrained = folder.join("pretrained");
+        assert_eq!(fs::read(pretrained.join("tokenizer.json")).unwrap(), fs::read(&file).unwrap());
+        assert!(gapless::engine::data::Tokenizer::open(&pretrained).unwrap().chat_template().is_some());
+    }
+    assert!(!out.join("pretrained.partial").exists());
+}
+
+/// The default number of sampled tokens is that of run.toml. A run without a checkpoint is named, and the earlier run of
+/// its folder.
+#[test]
+fn a_run_is_sampled_as_its_file_says() {
+    let place = Place::new();
+    let out = place.path().join("run");
+    let go = |tokens: &str| {
+        let config = RunConfig::read(&place.file(TINY), &[tokens.to_owned()]).unwrap();
+        train(&config, &out, &Start::Anew, &mut Console::default(), |_| {}).unwrap();
+    };
+    let told = |folder: &str| {
+        let asked = ["sample", folder, "--prompt", "to be", "--ignore-eos", "--temperature", "0"];
+        String::from_utf8(place.gapless(&asked).stderr).unwrap()
+    };
+    go("sample.tokens=7");
+    assert!(told("run").contains(", 7 new tokens"), "{}", told("run"));
+    go("sample.tokens=0");
+    assert!(told("run").contains(", 256 new tokens"), "{}", told("run"));
+    fs::remove_dir_all(out.join("checkpoints")).unwrap();
+    let none = told("run");
+    assert!(none.contains("the run in run has no checkpoint yet") && none.contains("run/earlier.1"), "{none}");
+    assert!(told("run/earlier.1").contains(", 7 new tokens"));
+    let file = place.path().join("run.toml").display().to_string();
+    let output = place.gapless(&["train", &file, "--out", "fork", "--fork", "run"]);
+    assert_eq!(output.status.code(), Some(2), "{output:?}");
+    assert!(String::from_utf8_lossy(&output.stderr).contains("has no checkpoint yet"), "{output:?}");
 }
 
 /// The commands of docs/fine_tuning.md, from a printed run file to a conversation with the result. Only the number of steps

@@ -225,6 +225,7 @@ fn numbers_without_measure_and_lists_for_tables_are_refused() {
     for (from, to, key, why) in [
         ("vocabulary = 256", "vocabulary = 4000000000".to_owned(), "data.vocabulary", "above the maximum"),
         ("vocabulary = 256", "vocabulary = 9223372036854775807".to_owned(), "data.vocabulary", "above the maximum"),
+        ("steps = 4", "steps = 9007199254740993".to_owned(), "steps", "above the maximum of 9007199254740992"),
         ("batch = 4", "batch = 1000000000000".to_owned(), "step.batch", "above the maximum"),
         ("batch = 4", "batch = 134217728".to_owned(), "step.batch", "more than the maximum of 268435456 tokens"),
         ("micro_batches = 2", "micro_batches = 1000000000".to_owned(), "step.micro_batches", "above the maximum"),

@@ -293,8 +293,10 @@ pub(super) fn write_then_rename<E: From<HfError>>(
     out: &Path,
     write: impl FnOnce(&Path) -> Result<(), E>,
 ) -> Result<(), E> {
+    // A slash at the end would put the temporary folder into `out`.
+    let out = &out.components().collect::<PathBuf>();
     if out.exists() && fs::read_dir(out).is_ok_and(|mut entries| entries.next().is_some()) || out.is_file() {
-        return Err(HfError::Exists { path: out.to_owned() }.into());
+        return Err(HfError::Exists { path: out.clone() }.into());
     }
     let partial = free_name_beside(out);
     let put = || {

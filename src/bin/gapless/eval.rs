@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use anyhow::{Context, ensure};
+use anyhow::{Context, anyhow, ensure};
 use gapless::engine::data::{Dataset, Format, TokenWidth, ValidationWindows};
 use gapless::run::{EvaluationBatch, TrainedRun, WindowLoss};
 use gapless::{DeviceChoice, StepOptions, TrainOptions, Trainer};
@@ -129,6 +129,16 @@ fn evaluate(arguments: &Arguments) -> anyhow::Result<()> {
     })
 }
 
+/// Adds the other formats to an error about lines that have no text.
+fn with_formats(error: anyhow::Error, format: Format) -> anyhow::Error {
+    match format == Format::Text && error.to_string().contains("missing field `text`") {
+        true => {
+            anyhow!("{error}; give --format chat for conversations, or --format prompt for prompts with completions")
+        }
+        false => error,
+    }
+}
+
 /// The origin of the weights.
 enum ModelSource {
     Run(Box<TrainedRun>),
@@ -212,11 +222,17 @@ impl Data {
                 // A file without lines holds no examples.
                 let of_run = if Format::is_read_from(path) { run.config.data.format } else { Format::Text };
                 let format = arguments.format.unwrap_or(of_run);
-                (run.held_out(path, format, arguments.token_width)?, format, run.config.data.isolate_documents)
+                let dataset = run.held_out(path, format, arguments.token_width);
+                (
+                    dataset.map_err(|error| with_formats(error.into(), format))?,
+                    format,
+                    run.config.data.isolate_documents,
+                )
             }
             ModelSource::Folder(opened) => {
                 let format = arguments.format.unwrap_or_default();
-                (opened.held_out(path, format, arguments.token_width)?, format, false)
+                let dataset = opened.held_out(path, format, arguments.token_width);
+                (dataset.map_err(|error| with_formats(error, format))?, format, false)
             }
         };
         Self { dataset, isolates, has_answers: format.has_answers() }.with_a_target(path)

@@ -43,7 +43,8 @@ pub struct Arguments {
     /// The system message before the user's message.
     #[arg(long, requires = "chat")]
     system: Option<String>,
-    /// Maximum number of new tokens; by default as generation_config.json says (max_new_tokens or max_length), else 256.
+    /// Maximum number of new tokens; by default sample.tokens of a run, or as generation_config.json of a folder says (max_new_tokens
+    /// or max_length), else 256.
     #[arg(long)]
     tokens: Option<usize>,
     /// Maximum number of tokens in the window; by default the prompt and the new tokens, up to the model's maximum.
@@ -209,7 +210,8 @@ impl ModelSource {
                 // Training ends documents with the first of these tokens, and answers as the chat template says.
                 let of_folder = source.config.iter().flat_map(|config| &config.stop).copied();
                 let stop = source.run.vocabulary.end_of_text().into_iter().chain(of_folder).collect();
-                GenerateOptions { tokens: TOKENS, stop, ..GenerateOptions::default() }
+                let tokens = Some(source.run.config.sample.tokens).filter(|&tokens| tokens > 0).unwrap_or(TOKENS);
+                GenerateOptions { tokens, stop, ..GenerateOptions::default() }
             }
             Self::Folder(opened) => {
                 let of_folder = &opened.2;

@@ -130,11 +130,12 @@ fn run_traced(arguments: &Arguments, config: &RunConfig, mut console: Console) -
 
 /// True if the error occurred before anything was written to the folder.
 fn is_refused(error: &RunError) -> bool {
-    use RunError::{Changed, Checkpoint, Config, Data, NothingLeft, NothingToResume, Train};
+    use RunError::{Changed, Checkpoint, Config, Data, NoCheckpointYet, NothingLeft, NothingToResume, Train};
     matches!(
         error,
         Config(_)
             | NothingToResume { .. }
+            | NoCheckpointYet { .. }
             | NothingLeft { .. }
             | Changed { .. }
             | Checkpoint(CheckpointError::Foreign { .. } | CheckpointError::Locked { .. })

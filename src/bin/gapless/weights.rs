@@ -4,11 +4,13 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{anyhow, ensure};
 use gapless::engine::data::{
-    Corpus, DataOptions, Dataset, Format, Source, TextOptions, TokenWidth, Tokenizer, Vocabulary, VocabularyChoice,
+    Corpus, DataError, DataOptions, Dataset, Format, Source, TextOptions, TokenWidth, Tokenizer, Vocabulary,
+    VocabularyChoice,
 };
 use gapless::models::hf::{Adapter, Config, Folder, HfError};
 use gapless::run::TrainedRun;
 use gapless::{Precision, StepOptions, TrainOptions, Trainer};
+use serde_json::Value;
 
 use crate::output::tell;
 
@@ -86,12 +88,21 @@ impl Pretrained {
             true => self.tokenizer.join("tokenizer.json"),
             false => self.tokenizer.clone(),
         };
-        let text = TextOptions { special: true, ..TextOptions::default() };
+        let mut text = TextOptions { special: true, ..TextOptions::default() };
         let size = self.folder.config().vocabulary();
         let ids = || Vocabulary::ids(size);
         if format.has_answers() || Source::from(path.to_owned()).is_ids()? {
             // Ids need no tokenizer.
-            let vocabulary = if format.has_answers() { Vocabulary::open_with(&file, &text)? } else { ids() };
+            let vocabulary = match format.has_answers() {
+                true => match Vocabulary::open_with(&file, &text) {
+                    Err(error @ DataError::NoEndOfText { .. }) => {
+                        text.end = Some(self.end_token(&file).ok_or(error)?);
+                        Vocabulary::open_with(&file, &text)?
+                    }
+                    opened => opened?,
+                },
+                false => ids(),
+            };
             let vocabulary_choice = VocabularyChoice::File(file);
             let options = DataOptions { vocabulary: vocabulary_choice, text, width, ..DataOptions::default() };
             return Ok(Dataset::held_out(path, format, &vocabulary, &options)?);
@@ -101,9 +112,35 @@ impl Pretrained {
         let mut tokens = Vec::new();
         for document in corpus.documents() {
             tokens.extend(tokenizer.encode(&document.text, true)?);
-            tokens.extend(tokenizer.eos().filter(|_| ends));
+            tokens.extend(tokenizer.eos().or_else(|| self.end_id()).filter(|_| ends));
         }
         Ok(Dataset::from_tokens(tokens, ids(), 0)?.for_validation())
+    }
+
+    /// Returns the id of the end-of-text token in the files of the model, or of the adapter's base. The tokenizer of an
+    /// adapter may have no files of its own that name the token.
+    fn end_id(&self) -> Option<u32> {
+        let found = ["config.json", "generation_config.json"].into_iter().find_map(|name| {
+            let config = read_json(&self.folder.path().join(name))?;
+            let id = &config["eos_token_id"];
+            // Of several ids, the first is that of the tokenizer's end token.
+            if id.is_array() { id[0].as_u64() } else { id.as_u64() }
+        });
+        found.and_then(|id| u32::try_from(id).ok())
+    }
+
+    /// Returns the token with the id [`Self::end_id`], as the tokenizer's file spells it.
+    fn end_token(&self, tokenizer: &Path) -> Option<String> {
+        let (id, tokenizer) = (self.end_id()?, read_json(tokenizer)?);
+        let mut added = tokenizer["added_tokens"].as_array().into_iter().flatten();
+        if let Some(token) = added.find(|token| token["id"] == id) {
+            return Some(token["content"].as_str()?.to_owned());
+        }
+        match &tokenizer["model"]["vocab"] {
+            Value::Object(tokens) => tokens.iter().find(|(_, its)| **its == id).map(|(token, _)| token.clone()),
+            // A Unigram model lists pairs of a token and its score.
+            tokens => Some(tokens[id as usize][0].as_str()?.to_owned()),
+        }
     }
 
     /// Builds the model with its weights. The precision in `options` is replaced by the precision that the arguments
@@ -117,6 +154,10 @@ impl Pretrained {
         self.folder.load(&mut trainer)?;
         Ok(trainer)
     }
+}
+
+fn read_json(path: &Path) -> Option<Value> {
+    serde_json::from_slice(&std::fs::read(path).ok()?).ok()
 }
 
 /// Opens the adapter at a path, together with its base model. Returns `None` if the path is not an adapter's folder.

@@ -13,6 +13,9 @@ use super::{ConfigError, ModelConfig, RunConfig};
 /// Maximum size of a vocabulary that is trained on the data.
 const MAX_TRAINED_VOCABULARY: usize = 1 << 24;
 
+/// Maximum number of steps of a run. Up to this number, every number of steps is exact in an f64.
+pub(super) const MAX_STEPS: u64 = 1 << 53;
+
 fn fail(key: &str, why: String, remedy: &'static str) -> Result<(), ConfigError> {
     Err(ConfigError::value(key, why, remedy))
 }
@@ -45,6 +48,10 @@ impl RunConfig {
     pub fn check_keys(&self) -> Result<(), ConfigError> {
         if self.steps == 0 {
             return fail("steps", "is 0".into(), "train at least one step");
+        }
+        if self.steps > MAX_STEPS {
+            let why = format!("is {}, above the maximum of {MAX_STEPS}", self.steps);
+            return fail("steps", why, "choose a smaller value");
         }
         if let Some(epochs) = self.epochs.filter(|epochs| !(epochs.is_finite() && *epochs > 0.0)) {
             return fail("epochs", format!("is {epochs}"), "set it above 0; 1 reads the data once");

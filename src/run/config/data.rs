@@ -9,7 +9,8 @@ use gapless_models::hf::Config;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use super::{ModelConfig, RunConfig};
+use super::check::MAX_STEPS;
+use super::{ConfigError, ModelConfig, RunConfig};
 use crate::run::RunError;
 
 /// The table `[data]` of a run file.
@@ -128,6 +129,10 @@ impl RunConfig {
         let Some(epochs) = self.epochs else { return Ok(self.clone()) };
         let windows = dataset.training(self.step.sequence, self.step.batch, self.seed)?.per_epoch();
         let steps = (epochs * windows as f64 / self.step.batch as f64).ceil().max(1.0) as u64;
+        if steps > MAX_STEPS {
+            let why = format!("is {epochs}, which takes more than the maximum of {MAX_STEPS} steps");
+            return Err(ConfigError::value("epochs", why, "choose a smaller value").into());
+        }
         let run = Self { steps, epochs: None, ..self.clone() };
         run.check_keys()?;
         Ok(run)
@@ -167,10 +172,15 @@ impl RunConfig {
 
     fn data_options(&self) -> Result<DataOptions, RunError> {
         let DataConfig { answers, cache, token_width: width, .. } = self.data.clone();
-        // Data for validation of their own take the place of a part of the training data.
-        let validation_every = if self.evaluation.path.is_some() { 0 } else { self.data.validation_every };
+        let validation_every = self.validation_every();
         let (vocabulary, text) = (self.vocabulary_choice()?, self.data.text_options());
         Ok(DataOptions { vocabulary, validation_every, text, width, answers, cache })
+    }
+
+    /// Returns `data.validation_every`, or 0 if `evaluation.path` is set, because the data there are then used for
+    /// validation in place of a part of the training data.
+    pub(super) fn validation_every(&self) -> usize {
+        if self.evaluation.path.is_some() { 0 } else { self.data.validation_every }
     }
 
     /// Returns the tokenizer of the run's data.
@@ -189,15 +199,15 @@ impl RunConfig {
     }
 
     /// Returns the size of the vocabulary before the data are read. If the vocabulary is trained on the data, this is
-    /// its maximum.
+    /// its minimum, because a short text has fewer tokens than the run asks for.
     ///
     /// # Errors
     /// Returns an error if the tokenizer or the model folder cannot be read.
-    pub(in crate::run) fn expected_vocabulary(&self) -> Result<usize, RunError> {
+    pub(in crate::run) fn least_vocabulary(&self) -> Result<usize, RunError> {
         Ok(match self.vocabulary_choice()? {
             VocabularyChoice::File(file) => Vocabulary::open_with(&file, &self.data.text_options())?.size(),
-            VocabularyChoice::Bytes => Vocabulary::bytes().size(),
-            VocabularyChoice::Ids { size } | VocabularyChoice::Bpe { size } => size,
+            VocabularyChoice::Bytes | VocabularyChoice::Bpe { .. } => Vocabulary::bytes().size(),
+            VocabularyChoice::Ids { size } => size,
         })
     }
 }

@@ -42,6 +42,7 @@ pub enum Lowering {
     EagerAmp,
 }
 
+#[cfg(feature = "sweep")]
 impl EstimateConfig {
     /// The name of the device whose speed time estimates assume.
     pub(crate) fn profile_name(&self) -> &str {

@@ -246,6 +246,7 @@ impl RunConfig {
             gpt.sequence = 0;
         }
         compared.data.end_of_text = None;
+        compared.data.validation_every = self.validation_every();
         compared.data.mix.iter_mut().for_each(|source| source.path = PathBuf::new());
         json!(compared)
     }

@@ -77,6 +77,8 @@ impl Rows {
 
     /// The functions of a level, which must be available, for products that take pairs of bf16 or single values.
     pub fn of(level: Level, pairs: bool) -> &'static Self {
+        #[cfg(not(target_arch = "x86_64"))]
+        let _ = pairs;
         match level {
             #[cfg(target_arch = "x86_64")]
             Level::Avx512 if pairs => &avx512_bf16::ROWS,
