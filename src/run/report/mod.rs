@@ -51,7 +51,7 @@ pub enum ReportError {
 ///
 /// # let folder = tempfile::tempdir()?;
 /// # let run = folder.path().to_owned();
-/// std::fs::write(run.join("metrics.jsonl"), "{\"step\":0,\"loss\":5.5}\n{\"step\":1,\"loss\":5.25}\n")?;
+/// std::fs::write(run.join("metrics.jsonl"), "{\"step\":1,\"loss\":5.5}\n{\"step\":2,\"loss\":5.25}\n")?;
 /// let report = Report::open(&[run.clone()])?;
 /// assert_eq!(report.runs()[0].steps(), Some(2));
 /// std::fs::write(run.join("report.html"), report.html()?)?;
@@ -200,9 +200,9 @@ impl RunRecord {
         self.metrics.events()
     }
 
-    /// Number of steps up to the last row; `None` if there are no rows.
+    /// Number of steps that were done at the last row; `None` if there are no rows.
     pub fn steps(&self) -> Option<u64> {
-        self.metrics.last_step().map(|step| step + 1)
+        self.metrics.last_step()
     }
 
     /// Returns the summary from `summary.json`. If there is no such file, returns the last row without a step, as

@@ -51,7 +51,7 @@ fn rows_are_read_as_they_come() {
     assert!(loss[2].0 == 2 && loss[2].1.is_nan());
     assert_eq!(points(&run, "val_loss"), [(1, 2.75)]);
     assert!(report.runs()[0].missing().contains(&"1 line of its metrics is not a row".to_owned()));
-    assert_eq!(report.runs()[0].steps(), Some(10));
+    assert_eq!(report.runs()[0].steps(), Some(9));
 
     fs::write(&metrics, "{\"step\":0,\"loss\":7.0}\n{\"steps\":1,\"final_loss\":7.0}\n").unwrap();
     report.refresh().unwrap();
