@@ -235,13 +235,13 @@ impl Process {
         writeln!(self.child.stdin.as_mut().context("its input was asked for")?)?;
         let mut line = String::new();
         self.answers.read_line(&mut line)?;
-        serde_json::from_str(&line).context("the process of one side ended early")
+        serde_json::from_str(&line).context("a measured process (gapless, candle or PyTorch) ended early")
     }
 
     /// Closes the standard input, which ends the process.
     fn finish(mut self) -> anyhow::Result<()> {
         drop(self.child.stdin.take());
-        anyhow::ensure!(self.child.wait()?.success(), "the process of one side failed");
+        anyhow::ensure!(self.child.wait()?.success(), "a measured process (gapless, candle or PyTorch) failed");
         Ok(())
     }
 }

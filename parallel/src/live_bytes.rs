@@ -117,8 +117,8 @@ impl Memory<'_> {
         }
         for Action { kind, stage, micro_batch } in cell.actions() {
             if kind == Kind::Forward {
-                // If the table has no receive, the input arrives at this cell. Input from a stage of this rank is alive
-                // already.
+                // If no receive brings the stage's input, the input becomes alive here. An input that was received, or
+                // that a stage of this rank has computed, is already alive, and `birth` changes nothing.
                 self.birth(BufferKind::Input, stage, micro_batch);
                 self.birth(BufferKind::SavedUntilInput, stage, micro_batch);
                 self.birth(BufferKind::SavedUntilWeight, stage, micro_batch);

@@ -69,9 +69,10 @@ impl Config {
             Self::Gpt(config) => Trainer::new(|vb| Gpt::new(config, vb), options)?,
             Self::Llama(config) => Trainer::new(|vb| Llama::new(config, vb), options)?,
             Self::Moe(config) => {
-                // With this seed, all choices of the routers have a sufficient margin.
+                // If the scores of two experts were almost equal, rounding would decide which of them a router chooses.
+                // So the routers' weights are multiplied by 10, which separates the scores. The seed is one for which
+                // all choices are clear enough (`decided_choices`).
                 let mut trainer = Trainer::new(|vb| Moe::new(config, vb), TrainOptions { seed: 4, ..options })?;
-                // If scores were almost equal, rounding would decide the routers' choices.
                 for gate in gates(&trainer) {
                     let name = format!("{gate}.weight");
                     let decided = trainer.tensor(&name)?.affine(10.0, 0.0)?;
@@ -135,8 +136,8 @@ fn gradients_of_every_parameter_are_those_of_candle() -> Result {
     for (config, sequence) in models() {
         for micro_batches in [1, 3] {
             let mut trainer = config.trainer(options(sequence, micro_batches))?;
-            // At step 0, biases are zero and scales are one, which could hide errors. At step 3, all values are
-            // general.
+            // At step 0, biases are zero and scales are one, so a gradient that omits them would still be correct.
+            // Gradients are therefore compared again at step 3, after the optimizer has changed all parameters.
             for step in 0..4 {
                 let twin = config.twin(&trainer)?;
                 let (tokens, targets) = config.batch(sequence, step);

@@ -56,8 +56,8 @@ impl Model for Unusual {
     }
 }
 
-/// The same model with a head that has no bias, optionally fused with the loss. The head's weight is computed from a
-/// tied one.
+/// The model [`Unusual`] with a head without bias. The head's weight is a sum that contains the embedding table. If
+/// `fused` is true, the loss is computed by `linear_cross_entropy`, which fuses the head with the cross-entropy.
 struct Headed {
     model: Unusual,
     fused: bool,

@@ -14,7 +14,8 @@ struct Input {
     forbidden: Vec<(u16, u8)>,
     groups: Vec<(Vec<u8>, bool)>,
     capacity: Option<u32>,
-    /// Earlier offsets, by buffer; later buffers have none.
+    /// The offsets of an earlier plan, indexed by buffer, from which the planner starts. A buffer has no earlier offset
+    /// if its entry is `None`, or if the list is too short to have an entry for it.
     earlier: Option<Vec<Option<u16>>>,
     threads: Option<bool>,
     deadline_micros: Option<u16>,

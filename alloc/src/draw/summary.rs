@@ -60,7 +60,7 @@ pub struct RoleBytes {
 pub struct TensorAtPeak {
     /// Name of the tensor.
     pub tensor: String,
-    /// The operation that writes it first.
+    /// The operation that first writes the tensor, e.g. `linear`.
     pub op: String,
     /// The layer of the tensor; empty outside of layers.
     pub layer: String,

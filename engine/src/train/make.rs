@@ -106,7 +106,11 @@ impl TrainerBuilder<'_> {
     /// memory. Returns the bytes of the tensors that this rank writes into a checkpoint.
     ///
     /// # Errors
-    /// Returns the errors of [`Self::plan`] and of [`Self::build`] about the device and the memory.
+    /// Returns the errors of [`Self::plan`], and an error
+    ///
+    /// - if the options name a GPU that is missing;
+    /// - if the step can only run on the CPU, and the available memory is less than any plan needs
+    ///   ([`RuntimeError::DoesNotFit`](gapless_runtime::Error::DoesNotFit)).
     pub fn check(&self, rank: usize) -> Result<u64> {
         let Self { build, options, .. } = self;
         options.check()?;

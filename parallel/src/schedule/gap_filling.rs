@@ -41,14 +41,15 @@ impl Saved {
     }
 }
 
-/// The setting of a search: shape, placement, costs and limit.
+/// The inputs of a search: the costs, the shape and the placement of the stages, the memory that forwards keep, and the
+/// limit of that memory.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Setting<'a> {
     pub costs: &'a [Costs],
     pub shape: &'a Shape,
     pub placement: Placement,
     pub saved: Saved,
-    /// The limit: the maximum number of activations alive on a rank, in forwards.
+    /// The memory limit of each rank, as the number of forwards whose memory ([`Saved`]) may be alive at the same time.
     pub peak: u32,
 }
 

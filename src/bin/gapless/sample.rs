@@ -43,8 +43,8 @@ pub struct Arguments {
     /// The system message before the user's message.
     #[arg(long, requires = "chat")]
     system: Option<String>,
-    /// Maximum number of new tokens; by default sample.tokens of a run, or as generation_config.json of a folder says (max_new_tokens
-    /// or max_length), else 256.
+    /// Maximum number of new tokens. The default for a run is sample.tokens of its run.toml. The default for a model
+    /// folder is max_new_tokens or max_length of its generation_config.json. If these are missing, the default is 256.
     #[arg(long)]
     tokens: Option<usize>,
     /// Maximum number of tokens in the window; by default the prompt and the new tokens, up to the model's maximum.

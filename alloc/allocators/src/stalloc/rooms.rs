@@ -40,11 +40,11 @@ impl Class {
 
 /// The room that one layer has for each member, if that member is alone.
 pub(super) struct Room {
-    /// The members for which there is room, by number, each with the cells that it needs.
+    /// The members for which there is room: the number of each, and the cells that it needs.
     members: Vec<(usize, Range<usize>)>,
     /// Start of each cell, and finally the end of the last cell.
     ticks: Vec<u64>,
-    /// The greatest height of the layer in each cell that a member needs.
+    /// For each cell, the greatest height of the layer's skyline during the cell, or 0 if no member needs the cell.
     pub heights: Vec<u64>,
 }
 

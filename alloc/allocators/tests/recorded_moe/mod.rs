@@ -1,14 +1,19 @@
 //! Recorded steps of mixture-of-experts models. The buffers of a step are separated into dynamic buffers, whose size
 //! depends on the data, and all others.
 //!
-//! The tables have sizes but no names, so buffers are recognized by their shapes (in bf16). An expert's forward with
-//! `rows` rows has three or more births of `2 · FF · rows` bytes (gate, up, silu, product) and then one of `2 · D ·
-//! rows`, not counting workspaces. The dispatch that feeds a rank's experts has `2 · D · rows`, `8 · rows` (indices),
-//! `2 · D · rows`.
+//! The tables have the sizes of buffers but not their names. So dynamic buffers are recognized by the sizes of buffers
+//! that are allocated one after another. Elements are bf16 (2 bytes). `D` is the width of the model, and `FF` is the
+//! width inside an expert. The workspaces of matrix products are left out. Two sequences of sizes are searched:
 //!
-//! If the rows of an expert or a dispatch are found in this way, every size that is `rows` times one of these widths is
-//! dynamic. The exception is a size that occurs more often than the experts can need it. Such a size is static: some
-//! static buffers happen to have the same number of rows.
+//! - the forward of an expert with `rows` rows: four buffers of `2 · FF · rows` bytes (gate, up, silu, product), and
+//!   then one of `2 · D · rows` bytes;
+//! - the dispatch of `rows` rows to the experts of a rank: `2 · D · rows` bytes, `8 · rows` bytes (indices), and
+//!   `2 · D · rows` bytes.
+//!
+//! Each sequence that is found gives a number of rows. A row has `2 · FF` or `2 · D` bytes, or 8 or 2 bytes (an index
+//! or a weight). Every buffer whose size is the number of rows times such a width is dynamic. The exception is a size
+//! that occurs more often than the experts can need it. Such a size is static, because some static buffers happen to
+//! have the same number of rows.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -28,7 +33,7 @@ pub struct Recorded {
     pub dynamic: Vec<BufferId>,
     /// The other buffers, at multiples of 512.
     pub fixed: Problem,
-    /// The dynamic buffers as requests, in the same order.
+    /// The requests for the dynamic buffers. Request `index` is for the buffer `dynamic[index]`.
     pub requests: Vec<Request>,
 }
 

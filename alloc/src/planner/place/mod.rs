@@ -1,4 +1,5 @@
-//! Placements of a part from scratch.
+//! Algorithms that place the items of a part without an earlier plan. A part is a set of items that can be planned
+//! separately from the rest of the problem.
 
 pub(crate) mod backtrack;
 mod leap;

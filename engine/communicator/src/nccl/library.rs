@@ -5,8 +5,9 @@
 //! `libnccl.so.2`, and only its development package installs `libnccl.so`. Loading `libnccl.so.2` before cudarc would
 //! not help, since the loader searches by name.
 //!
-//! The types are those of the oldest NCCL version that cudarc supports. Newer libraries accept its configurations.
-//! Result codes are plain integers here, because a newer library may have more codes than cudarc's enum.
+//! The types of NCCL's handles and of its configuration are cudarc's, for the NCCL version that Cargo.toml selects. The
+//! configuration is passed as one of NCCL 2.18 ([`OLDEST`]), which newer libraries accept. Result codes are plain
+//! integers rather than cudarc's enum, because a newer library may return codes that the enum does not have.
 
 use std::ffi::{CStr, OsStr, OsString, c_char, c_int, c_void};
 use std::sync::OnceLock;

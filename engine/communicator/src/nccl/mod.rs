@@ -171,7 +171,8 @@ impl Nccl {
             }
         }
         let slot = self.open(operation)?;
-        // SAFETY: by this function's contract, for this operation and for all held operations before.
+        // SAFETY: the memory of every held operation is lent. The caller of `begin` has promised this for the new
+        // operation, and the callers of earlier `begin`s for the operations that are still held.
         unsafe {
             if self.run.is_some() {
                 self.started.push(slot);

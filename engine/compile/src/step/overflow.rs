@@ -20,10 +20,12 @@ pub enum Overflow {
     /// reserve again, for the most uneven rows of that step plus a quarter. If the excess rows or the new reserve
     /// exceed [`MemoryOptions::budget`](super::MemoryOptions::budget), the step fails with an error.
     Grow,
-    /// The reserve always has space for the largest number of rows of one layer and micro-batch. Rows that are saved
-    /// for the backward use the rest of the reserve. If these rows do not fit on some rank, all ranks that share the
-    /// experts free them after the forward, and exchange and recompute them in the backward. The reserve must be a
-    /// multiple of balanced routing or `"worst"`. With `"worst"`, all rows are saved.
+    /// Rows that do not fit are recomputed. The reserve always has space for the rows that one layer needs for one
+    /// micro-batch, even if their number is the largest possible. The rest of the reserve is for rows that are saved
+    /// from the forward to the backward. If the saved rows of a layer do not fit on some rank, all ranks that share the
+    /// experts free these rows after the forward. In the backward, these ranks exchange the rows again and recompute
+    /// them. [`MemoryOptions::routing`](super::MemoryOptions::routing) must be a multiple of balanced routing or
+    /// `"worst"`. With `"worst"`, all rows are saved.
     Recompute,
 }
 

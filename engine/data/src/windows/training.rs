@@ -85,8 +85,9 @@ impl TrainingWindows {
         self.parts[0].0.sequence
     }
 
-    /// Finds window `index` of the batch of `step`. Returns the window's part and the window's start. The start is the
-    /// position of the first token in the stream, or the index of the row of examples.
+    /// Finds window `index` of the batch of `step`. Returns the part of the data that contains the window, and the
+    /// start of the window in this part. In a stream of tokens, the start is the position of the window's first token.
+    /// In examples, it is the index of the window's row.
     pub(super) fn start(&self, step: u64, index: usize) -> (&WindowSource, u64) {
         let visit = u128::from(step) * self.batch as u128 + index as u128;
         if let [(cut, _)] = &self.parts[..] {

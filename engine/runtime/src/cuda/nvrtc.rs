@@ -53,7 +53,7 @@ impl Architecture {
     /// The oldest supported architecture: the first with `cp.async` and with tensor cores for bf16.
     pub const OLDEST: Self = Self::new(8, 0);
 
-    /// The only architecture with matrix products of warpgroups.
+    /// The only architecture with `wgmma`, the matrix products of warpgroups.
     pub const WARPGROUPS: Self = Self::new(9, 0);
 
     /// Returns the architecture of a compute capability, given by the numbers before and after the dot.

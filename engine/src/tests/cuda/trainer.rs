@@ -192,8 +192,9 @@ fn sums_over_micro_batches_are_f32() {
     }
 }
 
-/// Gradients that can be written or added to an f32 sum directly are not rounded to bf16 first. Only the gradient of
-/// the positions, which are broadcast, is first computed in bf16.
+/// If a kernel can add a gradient to an f32 sum over micro-batches directly, the gradient is not rounded to bf16 first.
+/// So the step converts only one gradient from bf16, once per micro-batch: that of the position embeddings. They are
+/// broadcast over the batch, and their gradient is computed in bf16.
 #[test]
 fn sums_are_not_rounded_first() {
     for style in [Style::Gpt, Style::Llama] {

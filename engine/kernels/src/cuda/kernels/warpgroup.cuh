@@ -160,9 +160,10 @@ struct SwizzledTile {
     // Returns the descriptor of a right operand whose rows, along k, are rows of the tile from `row` on.
     __device__ __forceinline__ u64 of_columns(u32 row) const { return describe(row * PITCH, BLOCK); }
 
-    // Returns a matrix descriptor, with addresses and distances in units of 16 bytes. The distance between groups of
-    // eight rows is EIGHT_ROWS bytes. The leading distance is that between blocks, which only matters for operands from
-    // of_columns.
+    // Returns the matrix descriptor of an operand that starts `offset` bytes after the start of the tile. A descriptor
+    // has the operand's address and two distances, all in units of 16 bytes. The stride distance, between groups of
+    // eight rows, is EIGHT_ROWS bytes. The leading distance, between blocks of 64 columns, is `leading` bytes. wgmma
+    // only uses the leading distance of operands from of_columns. Bit 62 selects the 128-byte swizzle.
     __device__ __forceinline__ u64 describe(u32 offset, u32 leading) const {
         const u32 start = shared_address(bytes) / 16 + offset / 16;
         return u64(1u << 30 | EIGHT_ROWS / 16) << 32 | (start + (leading / 16 << 16));

@@ -214,8 +214,8 @@ pub fn sum(dims: &[usize], operands: &Operands<'_>) -> Option<Vec<Launch>> {
     launches([Kernel::flat(Reduce, typed_to("sum", x.dtype, out.dtype)?, 32 * outputs, arguments)])
 }
 
-/// Returns the launch that computes scale · Σ x. Each of `part_count` blocks sums a contiguous part of x; the last
-/// block to finish adds up the parts in order.
+/// Returns the launch that computes scale · Σ x. Each of `part_count` blocks sums a contiguous part of x, and stores
+/// the scaled sum. The block that finishes last adds these sums, in the order of the parts.
 pub fn scaled_sum(scale: f64, part_count: usize, operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let ([x], [out], &[parts]) = (operands.inputs, operands.outputs, operands.workspace) else { return None };
     let part_count = part_count as u64;
