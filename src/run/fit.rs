@@ -364,13 +364,18 @@ pub fn validation_windows(
     sequence: usize,
     count: usize,
 ) -> Result<Option<ValidationWindows>, DataError> {
-    match dataset.validation(sequence, if count == 0 { usize::MAX } else { count }) {
+    match dataset.validation(sequence, most_windows(count)) {
         Err(error @ DataError::TooShort { .. }) => {
             tracing::warn!(%error, "validation is left out");
             Ok(None)
         }
         windows => windows,
     }
+}
+
+/// Returns the maximum number of validation windows, of which 0 stands for all.
+pub(super) fn most_windows(count: usize) -> usize {
+    if count == 0 { usize::MAX } else { count }
 }
 
 #[cfg(test)]

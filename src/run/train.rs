@@ -19,6 +19,7 @@ use gapless_parallel::Mesh;
 use serde_json::{Value, json};
 
 use super::config::text_of;
+use super::fit::most_windows;
 use super::folder::{PRETRAINED, free_name, newest_earlier, write};
 use super::preflight::preflight;
 use super::routing::StepRow;
@@ -276,7 +277,7 @@ impl<'a> Rank<'a> {
             let cannot = |source| RunError::Io { what: format!("cannot write {}", log.display()), source };
             run.console.write_log(&log, resumed.is_some()).map_err(cannot)?;
             let summary = out.join(SUMMARY);
-            if resumed.is_some() && is_failure(&summary) {
+            if resumed.is_some() && read_summary(&summary).is_some_and(|summary| summary.get("error").is_some()) {
                 let cannot = |source| RunError::Io { what: format!("cannot remove {}", summary.display()), source };
                 fs::remove_file(&summary).map_err(cannot)?;
             }
@@ -290,8 +291,7 @@ impl<'a> Rank<'a> {
             let path = out.join(SUMMARY);
             // If no step was left to do, the summary of the earlier process is kept. There is none if that process was
             // killed after its last step.
-            let before = fs::read(&path).ok().and_then(|text| serde_json::from_slice::<Value>(&text).ok());
-            let before = before.filter(|_| summary.final_loss.is_none() && resumed.is_some());
+            let before = read_summary(&path).filter(|_| summary.final_loss.is_none() && resumed.is_some());
             if before.is_some() {
                 let steps = summary.steps;
                 run.console.say(format_args!("all {steps} steps were done before; raise steps or epochs to continue"));
@@ -431,10 +431,9 @@ impl<'a> RunInProgress<'a> {
     }
 }
 
-/// True if this is the summary of a failed run.
-fn is_failure(summary: &Path) -> bool {
-    let summary = fs::read(summary).ok().and_then(|text| serde_json::from_slice::<Value>(&text).ok());
-    summary.is_some_and(|summary| summary.get("error").is_some())
+/// Reads the summary of an earlier process. Returns `None` if there is none or if it cannot be read.
+fn read_summary(path: &Path) -> Option<Value> {
+    serde_json::from_slice(&fs::read(path).ok()?).ok()
 }
 
 /// Copies the settings of the model folder and the tokenizer that the run was given into the run's folder, so that the
@@ -528,8 +527,7 @@ fn expect_known(dataset: &Dataset, model: &ModelConfig, console: &Console) -> Re
 /// Returns an error if there is not a single window, because the user has named the data.
 fn held_out_windows(held_out: &Dataset, config: &RunConfig) -> Result<ValidationWindows, RunError> {
     let (sequence, tokens) = (config.step.sequence, held_out.validation_tokens());
-    let count = Some(config.evaluation.windows).filter(|&count| count > 0).unwrap_or(usize::MAX);
-    match held_out.validation(sequence, count) {
+    match held_out.validation(sequence, most_windows(config.evaluation.windows)) {
         Ok(Some(windows)) => Ok(windows),
         Ok(None) | Err(DataError::TooShort { .. }) => {
             let why =
