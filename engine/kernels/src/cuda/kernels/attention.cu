@@ -20,7 +20,7 @@ __device__ void attention(const AttentionArguments& to) {
     const u32 size = u32(to.head_size), of_v = u32(to.value_size), pitch = (size > of_v ? size : of_v) + 1;
     const Tile q{(f32*)shared_memory, pitch}, kv{q[ROWS], pitch}, scores{kv[ROWS], ROWS + 1};
     const u32 row = threadIdx.x / LANES, lane = threadIdx.x % LANES;
-    const u64 head = blockIdx.y, batch = blockIdx.z, kv_head = head / (to.heads / to.kv_heads);
+    const u64 head = blockIdx.y, batch = blockIdx.z, kv_head = to.kv_head_of(blockIdx.y);
     const u64 first = u64(blockIdx.x) * ROWS, query = first + row;
     const u64 seen = query < to.queries ? to.visible(query) : 0, hidden = query < to.queries ? to.first_key(batch, query) : 0;
     const u64 begin = to.first_key_of<ROWS>(batch, first) / ROWS * ROWS, end = to.visible(smaller(first + ROWS, to.queries) - 1);
@@ -84,13 +84,13 @@ __device__ void attention_grad_q(const AttentionArguments& to) {
     const Tile q{(f32*)shared_memory, pitch}, d_out{q[ROWS], pitch}, k{d_out[ROWS], pitch}, v{k[ROWS], pitch};
     const Tile d_scores{v[ROWS], ROWS + 1};
     const u32 row = threadIdx.x / LANES, lane = threadIdx.x % LANES;
-    const u64 head = blockIdx.y, batch = blockIdx.z, kv_head = head / (to.heads / to.kv_heads);
+    const u64 head = blockIdx.y, batch = blockIdx.z, kv_head = to.kv_head_of(blockIdx.y);
     const u64 first = u64(blockIdx.x) * ROWS, query = first + row;
     const u64 seen = query < to.queries ? to.visible(query) : 0, hidden = query < to.queries ? to.first_key(batch, query) : 0;
     const u64 begin = to.first_key_of<ROWS>(batch, first) / ROWS * ROWS, end = to.visible(smaller(first + ROWS, to.queries) - 1);
     const u64 statistic = (batch * to.heads + head) * to.queries + query;
     const f32 lse = query < to.queries ? to.lse[statistic] : 0.0f;
-    const f32 delta = fold_lanes<Sum>(to.share_of_delta<f32, LANES>(batch, head, query, lane), LANES);
+    const f32 delta = fold_lanes<Sum>(to.share_of_delta<f32, LANES, Shape<ROWS, COLUMNS>::HEAD_SIZE>(batch, head, query, lane), LANES);
     if (lane == 0 && query < to.queries) to.delta[statistic] = delta;
     q.load_rows((const f32*)to.q + to.at_q.at(batch, head), to.at_q.token, first, to.queries, ROWS, size);
     d_out.load_rows((const f32*)to.d_out + to.at_out.at(batch, head), to.at_out.token, first, to.queries, ROWS, of_v);

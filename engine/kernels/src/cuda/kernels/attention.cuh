@@ -47,6 +47,9 @@ struct AttentionArguments {
     f32 cap;
     u32 is_causal;
 
+    // The head of keys that a head of queries reads. Divisions of 32 bits take far fewer instructions than those of 64.
+    __device__ __forceinline__ u64 kv_head_of(u32 head) const { return head / (u32(heads) / u32(kv_heads)); }
+
     // The (exclusive) end of the range of keys that a query sees.
     __device__ __forceinline__ u64 visible(u64 query) const {
         return is_causal ? smaller(query + (keys - queries) + 1, keys) : keys;
@@ -85,20 +88,27 @@ struct AttentionArguments {
         return window ? smaller(first_query(key) + window, queries) : queries;
     }
 
-    // The share of one of LANES lanes in the sum of out·d_out of a query; 0 if the query does not exist.
-    template <typename T, u32 LANES>
+    // The share of one of LANES lanes in the sum of out·d_out of a query; 0 if the query does not exist. Heads have at most
+    // SIZE elements. All packs are loaded before the first of them is used.
+    template <typename T, u32 LANES, u32 SIZE>
     __device__ __forceinline__ f32 share_of_delta(u64 batch, u64 head, u64 query, u32 lane) const {
         if (query >= queries) return 0.0f;
-        constexpr u32 PACK = Pack<T>::SIZE;
+        constexpr u32 PACK = Pack<T>::SIZE, PACKS = (SIZE + LANES * PACK - 1) / (LANES * PACK);
         const u64 row = at_out.at(batch, head) + query * at_out.token;
         const T *a = (const T*)out + row, *b = (const T*)d_out + row;
         const u64 packed = value_size % PACK == 0 && is_aligned(out) && is_aligned(d_out) ? value_size : 0;
         f32 sum = 0.0f;
-        for (u64 i = lane * PACK; i < packed; i += LANES * PACK) {
-            f32 of_a[PACK], of_b[PACK];
-            load_neighbours(of_a, a + i);
-            load_neighbours(of_b, b + i);
-            for (u32 j = 0; j < PACK; ++j) sum += of_a[j] * of_b[j];
+        Neighbours<T, PACK> packs_of_a[PACKS] = {}, packs_of_b[PACKS] = {};
+#pragma unroll
+        for (u32 i = 0; i < PACKS; ++i) {
+            const u64 column = (i * LANES + lane) * PACK;
+            if (column >= packed) continue;
+            packs_of_a[i] = neighbours<PACK>(a + column);
+            packs_of_b[i] = neighbours<PACK>(b + column);
+        }
+#pragma unroll
+        for (u32 i = 0; i < PACKS; ++i) {
+            for (u32 j = 0; j < PACK; ++j) sum += packs_of_a[i][j] * packs_of_b[i][j];
         }
         for (u64 i = packed + lane; i < value_size; i += LANES) sum += load(a + i) * load(b + i);
         return sum;

@@ -45,7 +45,7 @@ __device__ void attention_wg_grad_q(const AttentionArguments& to) {
     constexpr u32 ROWS = WARPGROUPS * WARPGROUP_ROWS, THREADS = WARPGROUPS * WARPGROUP_THREADS;
     const SwizzledTile<SIZE, ROWS> q{swizzled_memory()}, d_out = q.behind(1);
     const SwizzledTile<SIZE, TILE> k{d_out.behind(1).bytes}, v = k.behind(STAGES);
-    const u64 head = blockIdx.x, batch = blockIdx.z, kv_head = head / (to.heads / to.kv_heads);
+    const u64 head = blockIdx.x, batch = blockIdx.z, kv_head = to.kv_head_of(blockIdx.x);
     // The queries that see most keys are processed first.
     const u32 first = (gridDim.y - 1 - blockIdx.y) * ROWS;
     const u32 own = first + warp_of() * BAND, group_row = warpgroup_of() * WARPGROUP_ROWS, of_group = first + group_row;
@@ -74,8 +74,13 @@ __device__ void attention_wg_grad_q(const AttentionArguments& to) {
     f32 lse[2], delta[2];
     for (u32 half = 0; half < 2; ++half) {
         const u64 query = own + Bands<1, SIZE>::row_of(half), statistic = (batch * to.heads + head) * to.queries + query;
-        lse[half] = query < to.queries ? to.lse[statistic] * LOG2_E : 0.0f;
-        delta[half] = fold_lanes<Sum>(to.share_of_delta<bf16, 4>(batch, head, query, lane_of() % 4), 4);
+        lse[half] = query < to.queries ? to.lse[statistic] : 0.0f;
+        delta[half] = to.share_of_delta<bf16, 4, SIZE>(batch, head, query, lane_of() % 4);
+    }
+    for (u32 half = 0; half < 2; ++half) {
+        const u64 query = own + Bands<1, SIZE>::row_of(half), statistic = (batch * to.heads + head) * to.queries + query;
+        lse[half] *= LOG2_E;
+        delta[half] = fold_lanes<Sum>(delta[half], 4);
         if (lane_of() % 4 == 0 && query < to.queries) to.delta[statistic] = delta[half];
     }
     Bands<1, SIZE> dq;
@@ -173,7 +178,7 @@ __device__ void attention_wg_grad_kv(const AttentionArguments& to) {
             const u32 query = start + threadIdx.x % TILE;
             const u64 at = (batch * to.heads + head) * to.queries + query;
             if (threadIdx.x < 2 * TILE) {
-                statistic = query >= queries ? 0.0f : threadIdx.x < TILE ? to.lse[at] * LOG2_E : to.delta[at];
+                statistic = query >= queries ? 0.0f : threadIdx.x < TILE ? to.lse[at] : to.delta[at];
             } else if (to.is_cut()) {
                 // This is exact, because there are fewer than 2^24 keys.
                 statistic = f32(hidden_from(to, batch, query));
@@ -194,7 +199,8 @@ __device__ void attention_wg_grad_kv(const AttentionArguments& to) {
     Bands<1, TILE> p, d_scores;
     u32 of_p[TILE / 16][4], of_scores[TILE / 16][4];
     const auto arrive = [&](u32 turn) {
-        statistics[turn % STAGES * THREADS + threadIdx.x] = statistic;
+        // The scaling is here, because the thread that loads the value would wait for it there.
+        statistics[turn % STAGES * THREADS + threadIdx.x] = threadIdx.x < TILE ? statistic * LOG2_E : statistic;
         meet();
         start(turn + 1);
     };

@@ -42,7 +42,7 @@ __device__ void attention_tc(const AttentionArguments& to) {
     const u32 warp_row = warp_of() * WARP_ROWS;
     const HalfTile<SIZE> q{(bf16*)shared_memory};
     const Passing<SIZE, TILE> passing{{q[BLOCK_ROWS]}};
-    const u64 head = blockIdx.y, batch = blockIdx.z, kv_head = head / (to.heads / to.kv_heads);
+    const u64 head = blockIdx.y, batch = blockIdx.z, kv_head = to.kv_head_of(blockIdx.y);
     // Blocks whose queries see most keys start first.
     const u64 first = u64(gridDim.x - 1 - blockIdx.x) * BLOCK_ROWS, own = first + warp_row;
     const HeadRows queries = queries_of(to, batch, head);
@@ -123,7 +123,7 @@ __device__ void attention_tc_grad_q(const AttentionArguments& to) {
     const u32 warp_row = warp_of() * WARP_ROWS;
     const HalfTile<SIZE> q{(bf16*)shared_memory}, d_out{q[BLOCK_ROWS]};
     const Passing<SIZE, TILE> passing{{d_out[BLOCK_ROWS]}};
-    const u64 head = blockIdx.y, batch = blockIdx.z, kv_head = head / (to.heads / to.kv_heads);
+    const u64 head = blockIdx.y, batch = blockIdx.z, kv_head = to.kv_head_of(blockIdx.y);
     const u64 first = u64(gridDim.x - 1 - blockIdx.x) * BLOCK_ROWS, own = first + warp_row;
     const HeadRows queries = queries_of(to, batch, head);
     const HeadRows gradients = gradients_of(to, batch, head);
@@ -138,7 +138,7 @@ __device__ void attention_tc_grad_q(const AttentionArguments& to) {
     for (u32 half = 0; half < HALVES; ++half) {
         const u64 query = own + dq.row_of(half), statistic = (batch * to.heads + head) * to.queries + query;
         lse[half] = query < to.queries ? to.lse[statistic] * LOG2_E : 0.0f;
-        delta[half] = fold_lanes<Sum>(to.share_of_delta<bf16, 4>(batch, head, query, lane_of() % 4), 4);
+        delta[half] = fold_lanes<Sum>(to.share_of_delta<bf16, 4, SIZE>(batch, head, query, lane_of() % 4), 4);
         if (lane_of() % 4 == 0 && query < to.queries) to.delta[statistic] = delta[half];
     }
     queries.start<BLOCK_ROWS>(q, first);

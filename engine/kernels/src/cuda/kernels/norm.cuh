@@ -135,9 +135,9 @@ struct Share {
 // Computes dx = rstd·(g - mean(g) - x̂·mean(g·x̂)) with g = dy·weight for the rows of a share, ROWS at a time. With SUMS,
 // also computes the share's part of the gradients of weight and bias. Each thread holds CHUNKS times N columns in
 // registers. With SUMS, rows must not have more columns than that.
-template <typename T, bool PACKED, u32 N, u32 CHUNKS, u32 ROWS, bool SUMS, typename Fetch, typename Put>
+template <typename T, bool PACKED, u32 N, u32 CHUNKS, u32 ROWS, bool SUMS, typename Fetch, typename Put, typename Sums>
 __device__ __forceinline__ void norm_grad_share(const NormGradInputArguments& to, const Share& share, Fetch fetch, Put put,
-                                                f32* d_weight_to, f32* d_bias_to) {
+                                                Sums sums_at) {
     using Some = Neighbours<T, N>;
     f32* scratch = (f32*)shared_memory;
     const u64 width = to.width, step = u64(to.row_threads) * N, first = threadIdx.x % to.row_threads * N;
@@ -146,15 +146,16 @@ __device__ __forceinline__ void norm_grad_share(const NormGradInputArguments& to
         const Some all = neighbours_in<PACKED, N>((const T*)to.weight, column, width);
         return column < width ? all : Some{};
     };
+    const u32 there = share.end > share.first ? u32(smaller(share.end - share.first, share.length)) : 0;
     const f32 part = 1.0f / f32(width);
-    Some weight[CHUNKS];
     f32 d_weight[CHUNKS][N] = {}, d_bias[CHUNKS][N] = {};
-#pragma unroll
-    for (u32 k = 0; k < CHUNKS; ++k) weight[k] = load_weight(first + k * step);
-    for (u64 i = 0; i < share.length; i += ROWS) {
+    for (u32 i = 0; i < u32(share.length); i += ROWS) {
         Some kept_x[ROWS][CHUNKS], kept_dy[ROWS][CHUNKS];
         decltype(fetch(Count<N>(), u64(0))) fetched[ROWS][CHUNKS];
         f32 mean[ROWS], rstd[ROWS];
+        Some weight[CHUNKS];
+#pragma unroll
+        for (u32 k = 0; k < CHUNKS; ++k) weight[k] = load_weight(first + k * step);
 #pragma unroll
         for (u32 r = 0; r < ROWS; ++r) {
             const u64 row = smaller(share.first + i + r, share.end - 1);
@@ -193,15 +194,13 @@ __device__ __forceinline__ void norm_grad_share(const NormGradInputArguments& to
         }
         sum_warps(sums, to.row_threads / 32, scratch);
 #pragma unroll
-        for (u32 k = 0; k < CHUNKS; ++k) {
-#pragma unroll
-            for (u32 r = 0; r < ROWS; ++r) stay_packed(kept_x[r][k]), stay_packed(kept_dy[r][k]);
-            stay_packed(weight[k]);
-        }
+        for (u32 k = 0; k < CHUNKS; ++k) weight[k] = load_weight(first + k * step);
 #pragma unroll
         for (u32 r = 0; r < ROWS; ++r) {
             const u64 row = share.first + i + r, start = row * width;
-            if (row >= share.end) continue;
+#pragma unroll
+            for (u32 k = 0; k < CHUNKS; ++k) stay_packed(kept_x[r][k]), stay_packed(kept_dy[r][k]), stay_packed(weight[k]);
+            if (i + r >= there) continue;
             const f32 mean_g = to.is_centred ? sums[2 * r] * part : 0.0f;
             const f32 mean_gx = sums[2 * r + 1] * rstd[r] * part;
             f32 of_x[N], d[N], of_weight[N];
@@ -242,13 +241,15 @@ __device__ __forceinline__ void norm_grad_share(const NormGradInputArguments& to
             }
         }
     }
-    if (!SUMS) return;
+    if constexpr (SUMS) {
+        f32 *const d_weight_to = sums_at(0), *const d_bias_to = sums_at(1);
 #pragma unroll
-    for (u32 k = 0; k < CHUNKS; ++k) {
-        const u64 column = first + k * step;
-        for (u32 j = 0; j < N && column + j < width; ++j) {
-            d_weight_to[column + j] = d_weight[k][j];
-            d_bias_to[column + j] = d_bias[k][j];
+        for (u32 k = 0; k < CHUNKS; ++k) {
+            const u64 column = first + k * step;
+            for (u32 j = 0; j < N && column + j < width; ++j) {
+                d_weight_to[column + j] = d_weight[k][j];
+                d_bias_to[column + j] = d_bias[k][j];
+            }
         }
     }
 }
@@ -269,9 +270,9 @@ __device__ void norm_grad_input_to(const NormGradInputArguments& to, bool may_be
     const u64 first = u64(blockIdx.x) * (blockDim.x / to.row_threads) + threadIdx.x / to.row_threads;
     const Share share = {first, 1, to.rows};
     if (is_packed<PACK>(to, may_be_packed)) {
-        norm_grad_share<T, true, PACK, 1, 1, false>(to, share, fetch, put, nullptr, nullptr);
+        norm_grad_share<T, true, PACK, 1, 1, false>(to, share, fetch, put, 0);
     } else {
-        norm_grad_share<T, false, PACK, 1, 1, false>(to, share, fetch, put, nullptr, nullptr);
+        norm_grad_share<T, false, PACK, 1, 1, false>(to, share, fetch, put, 0);
     }
 }
 
@@ -294,12 +295,11 @@ __device__ void norm_grad_to(const NormGradInputArguments& to, const Fold& fold,
     const Share share = {pieces.first(piece) + own * pieces.share, pieces.share, pieces.end(piece)};
     // Dimensions: [shares][results][width].
     f32* const of_shares = (f32*)shared_memory + 2 * ROWS * MAX_WARPS;
-    f32* const d_weight = shares == 1 ? fold.part(0, piece) : of_shares + 2 * own * width;
-    f32* const d_bias = shares == 1 ? fold.part(1, piece) : d_weight + width;
+    const auto sums_at = [&](u32 result) { return shares == 1 ? fold.part(result, piece) : of_shares + (2 * own + result) * width; };
     if (is_packed<PACK>(to, may_be_packed)) {
-        norm_grad_share<T, true, PACK, CHUNKS, ROWS, true>(to, share, fetch, put, d_weight, d_bias);
+        norm_grad_share<T, true, PACK, CHUNKS, ROWS, true>(to, share, fetch, put, sums_at);
     } else {
-        norm_grad_share<T, false, PACK, CHUNKS, ROWS, true>(to, share, fetch, put, d_weight, d_bias);
+        norm_grad_share<T, false, PACK, CHUNKS, ROWS, true>(to, share, fetch, put, sums_at);
     }
     __syncthreads();
     const auto columns = [&](auto f) { own_columns(width, true, f); };

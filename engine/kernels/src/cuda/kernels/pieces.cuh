@@ -30,12 +30,13 @@ constexpr u32 OWN_COLUMNS = 4;
 
 // Calls f(count, column) for groups of `count` columns from `column` on, until all columns of this thread are covered.
 // Groups have OWN_COLUMNS columns if `may_be_packed` and if the width is a multiple of that number. Otherwise they have
-// one column. Columns are distributed over the blocks along the grid's second dimension.
+// one column. Columns are distributed over the blocks along the grid's second dimension, and over `threads` threads of
+// each, of which this is number `thread`.
 template <typename F>
-__device__ __forceinline__ void own_columns(u64 width, bool may_be_packed, F f) {
+__device__ __forceinline__ void own_columns(u32 thread, u32 threads, u64 width, bool may_be_packed, F f) {
     const bool is_packed = may_be_packed && width % OWN_COLUMNS == 0;
-    const u64 step = u64(gridDim.y) * blockDim.x * OWN_COLUMNS;
-    for (u64 first = (u64(blockIdx.y) * blockDim.x + threadIdx.x) * OWN_COLUMNS; first < width; first += step) {
+    const u64 step = u64(gridDim.y) * threads * OWN_COLUMNS;
+    for (u64 first = (u64(blockIdx.y) * threads + thread) * OWN_COLUMNS; first < width; first += step) {
         if (is_packed) {
             f(Count<OWN_COLUMNS>(), first);
         } else {
@@ -44,11 +45,15 @@ __device__ __forceinline__ void own_columns(u64 width, bool may_be_packed, F f) 
     }
 }
 
-// Number of rows that a thread loads before it adds the first of them.
-constexpr u32 AHEAD = 8;
+// As above, with all threads of the block.
+template <typename F>
+__device__ __forceinline__ void own_columns(u64 width, bool may_be_packed, F f) {
+    own_columns(threadIdx.x, blockDim.x, width, may_be_packed, f);
+}
 
-// Adds `count` rows in order. row(i) returns the address of row i.
-template <u32 N, typename Row>
+// Adds `count` rows in order. row(i) returns the address of row i. AHEAD rows are loaded before the first of them is
+// added.
+template <u32 AHEAD = 8, u32 N, typename Row>
 __device__ __forceinline__ void add_in_order(f32 (&sums)[N], u64 count, Row row) {
     for (u64 first = 0; first < count; first += AHEAD) {
         decltype(neighbours<N>(row(first))) rows[AHEAD];

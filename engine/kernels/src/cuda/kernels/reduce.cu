@@ -9,20 +9,34 @@ struct ColumnSumsArguments {
     Fold fold;
 };
 
-// Sums one piece of rows, in the columns of this block.
+// Sums one piece of rows, in the columns of this block. Each warp sums a share of the rows, which it loads all at once.
+// Then the first warp adds up the shares.
 template <typename T>
 __device__ void column_sums(const ColumnSumsArguments& to) {
+    constexpr u32 COLUMNS = 32 * OWN_COLUMNS;
     const T* x = (const T*)to.x;
     const Fold& fold = to.fold;
-    const u32 piece = blockIdx.x;
-    const auto own = [&](auto f) { own_columns(fold.width, is_aligned(x), f); };
+    const Pieces& pieces = fold.pieces;
+    const u32 piece = blockIdx.x, shares = blockDim.x / 32;
+    const u64 first = pieces.first(piece) + warp_of() * pieces.share, end = smaller(first + pieces.share, pieces.end(piece));
+    // Dimensions: [shares][COLUMNS].
+    f32* const of_shares = (f32*)shared_memory;
+    const auto own = [&](auto f) { own_columns(lane_of(), 32, fold.width, is_aligned(x), f); };
     own([&](auto count, u64 column) {
         f32 sums[decltype(count)::VALUE] = {};
-        const u64 first = fold.pieces.first(piece);
-        add_in_order(sums, fold.pieces.end(piece) - first, [&](u64 row) { return x + (first + row) * fold.width + column; });
+        if (first < end) add_in_order<16>(sums, end - first, [&](u64 row) { return x + (first + row) * fold.width + column; });
+        for (u32 j = 0; j < decltype(count)::VALUE; ++j) of_shares[warp_of() * COLUMNS + column % COLUMNS + j] = sums[j];
+    });
+    __syncthreads();
+    const auto of_first = [&](auto f) {
+        if (warp_of() == 0) own(f);
+    };
+    of_first([&](auto count, u64 column) {
+        f32 sums[decltype(count)::VALUE] = {};
+        add_in_order(sums, shares, [&](u64 share) { return of_shares + share * COLUMNS + column % COLUMNS; });
         store_neighbours(fold.part(0, piece) + column, sums);
     });
-    fold.finish<T>(piece, blockIdx.y, own);
+    fold.finish<T>(piece, blockIdx.y, of_first);
 }
 KERNELS(column_sums, ColumnSumsArguments)
 

@@ -58,9 +58,11 @@ __device__ __forceinline__ f32 sum_of_exponentials(const Row<T>& row, f32& max, 
     f32 own = minus_infinity(), sum = 0.0f;
     row.each([&](u64, const auto& all) {
         f32 greatest = own;
+#pragma unroll
         for (const f32 x : all) greatest = fmaxf(greatest, x);
         const f32 base = base_of(greatest);
-        if (greatest != own) sum *= exp_of(own - base);
+        sum *= exp_of(own - base);
+#pragma unroll
         for (const f32 x : all) sum += exp_of(x - base);
         own = greatest;
     });
@@ -284,10 +286,16 @@ __device__ void head(const HeadArguments& to) {
     const f32 scale = (1.0f + 2.0f * terms.z * lse) / sum;
     logits.map(at, [&](u64 i, auto& all) {
         constexpr u32 N = sizeof(all) / sizeof(f32);
-        f32 slopes[N];
-        for (u32 j = 0; j < N; ++j) slopes[j] = cap > 0.0f ? (1.0f - all[j] / cap * (all[j] / cap)) * d_loss : d_loss;
-        differentiate(all, i, max, scale, terms, target);
-        for (u32 j = 0; j < N; ++j) all[j] *= slopes[j];
+        if (cap > 0.0f) {
+            f32 slopes[N];
+            for (u32 j = 0; j < N; ++j) slopes[j] = (1.0f - all[j] / cap * (all[j] / cap)) * d_loss;
+            differentiate(all, i, max, scale, terms, target);
+            for (u32 j = 0; j < N; ++j) all[j] *= slopes[j];
+        } else {
+            differentiate(all, i, max, scale, terms, target);
+#pragma unroll
+            for (f32& x : all) x *= d_loss;
+        }
     });
     if (rest) {
         __syncthreads(); // Every gradient has been written.

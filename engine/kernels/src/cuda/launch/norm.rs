@@ -166,7 +166,7 @@ pub fn norm_grad_weight(operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let [x, stats, dy] = operands.inputs else { return None };
     let (pieces, _) = pieces(x.dims(), x.dtype);
     let fold = Fold::new(pieces, x.dtype, operands.outputs, operands, operands.accumulate)?;
-    let blocks_side_by_side = blocks_of_columns(x.width());
+    let blocks_side_by_side = blocks_of_columns(x.width(), SUMMING);
     launches([Kernel {
         family: Norm,
         name: typed("norm_grad_weight", x.dtype)?,
@@ -198,6 +198,14 @@ pub(in crate::cuda) struct OnePass {
     pub(in crate::cuda) blocks: RowBlocks,
 }
 
+/// Returns the bounds for a block of this many threads, which hold `chunks` packs of a row each: the number of threads,
+/// and the number of blocks that a multiprocessor should hold. With one pack, a thread needs up to 80 registers, so 768
+/// threads fit. For rows of 768 bf16 elements, 512 pieces then fit on 132 multiprocessors at once.
+fn bounds_of(threads: u64, chunks: u64) -> [u64; 2] {
+    let resident = if chunks == 1 { 768 } else { 512 };
+    [threads, (resident / threads).max(1)]
+}
+
 impl OnePass {
     /// Plans the pass over the rows x, for the gradients `outs` of weight and bias. Returns `None` if the rows do not
     /// fit into registers, or if the sums cannot be stored in `outs`.
@@ -215,7 +223,7 @@ impl OnePass {
             shared_bytes: 2 * rows as u32 * FOLD_BYTES + of_shares as u32,
             tickets: fold.tickets(1)?,
         };
-        let bounds = if row_threads <= FEW_THREADS { [FEW_THREADS, 2] } else { [MOST_THREADS, 1] };
+        let bounds = bounds_of(row_threads * shares, chunks);
         (x.packs() <= chunks * row_threads).then_some(Self { chunks, rows, bounds, fold: fold.words(), blocks })
     }
 }

@@ -29,15 +29,20 @@ const PIECE: u64 = 64;
 /// Most blocks along the second and third dimension of a grid.
 const MOST_GRID_ROWS: u64 = 65_535;
 
+/// Number of rows that a warp sums. A piece's warps then add up their sums.
+const SHARE: u64 = 16;
+
+const WARP: u32 = 32;
+
 /// Threads per block in kernels that sum columns.
 pub(super) const SUMMING: u32 = 128;
 
 /// Columns per thread: `OWN_COLUMNS` of pieces.cuh.
 const OWN_COLUMNS: u64 = 4;
 
-/// Returns the number of blocks that together sum this many columns.
-pub(super) fn blocks_of_columns(width: u64) -> u32 {
-    blocks(width.div_ceil(OWN_COLUMNS), SUMMING)
+/// Returns the number of blocks that together sum this many columns, each with this many threads side by side.
+pub(super) fn blocks_of_columns(width: u64, threads: u32) -> u32 {
+    blocks(width.div_ceil(OWN_COLUMNS), threads)
 }
 
 impl Pieces {
@@ -53,7 +58,7 @@ impl Pieces {
 
     /// Divides rows into the pieces that sums of columns use.
     fn of_columns(rows: &[usize]) -> Self {
-        Self::of(rows, PIECE, PIECE)
+        Self::of(rows, PIECE, SHARE)
     }
 
     /// Returns the number of pieces.
@@ -177,19 +182,19 @@ pub fn column_sums_workspace(x: &Spec, dims: &[usize]) -> Vec<u64> {
 pub fn sum(dims: &[usize], operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let ([x], [out]) = (operands.inputs, operands.outputs) else { return None };
     // A grid's size along this dimension is limited.
-    let is_narrow = u64::from(blocks_of_columns(out.count())) <= MOST_GRID_ROWS;
+    let is_narrow = u64::from(blocks_of_columns(out.count(), WARP)) <= MOST_GRID_ROWS;
     if let (Some(rows), true, [_]) =
         (as_rows(x.dims(), dims).filter(|_| is_narrow), x.layout.is_contiguous(), operands.workspace)
     {
         let pieces = Pieces::of_columns(&rows);
         let fold = Fold::new(pieces, x.dtype, operands.outputs, operands, operands.accumulate)?;
-        let blocks_side_by_side = blocks_of_columns(out.count());
+        let blocks_side_by_side = blocks_of_columns(out.count(), WARP);
         return launches([Kernel {
             family: Reduce,
             name: typed("column_sums", x.dtype)?,
             grid: [blocks(pieces.count(), 1), blocks_side_by_side, 1],
-            block: SUMMING,
-            shared_bytes: 0,
+            block: WARP * (PIECE / SHARE) as u32,
+            shared_bytes: WARP * (OWN_COLUMNS * PIECE / SHARE) as u32 * 4,
             tickets: fold.tickets(blocks_side_by_side)?,
             arguments: Box::new(ColumnSumsArguments { x: x.address, fold }),
         }]);
