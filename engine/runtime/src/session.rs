@@ -100,6 +100,11 @@ pub trait Backend: Any + Debug + Send {
     /// Calls `change` with the current bytes at an address, which it may overwrite in part or completely.
     fn modify(&mut self, address: &Address, change: &mut dyn FnMut(&mut [u8])) -> Result<()>;
 
+    /// Calls `make` with the bytes at an address, all of which it must overwrite. It must not read them.
+    fn fill(&mut self, address: &Address, make: &mut dyn FnMut(&mut [u8])) -> Result<()> {
+        self.modify(address, make)
+    }
+
     /// Overwrites all bytes at an address.
     fn write(&mut self, address: &Address, bytes: &[u8]) -> Result<()> {
         self.modify(address, &mut |to| to.copy_from_slice(bytes))
@@ -146,7 +151,7 @@ impl<B: Backend> Session<B> {
     pub(crate) fn with_initial_values(executable: Executable, mut backend: B, seed: u64) -> Result<Self> {
         for persistent in executable.persistent() {
             let mut outcome = Ok(());
-            backend.modify(&persistent.address, &mut |bytes| outcome = write_initial_value(persistent, seed, bytes))?;
+            backend.fill(&persistent.address, &mut |bytes| outcome = write_initial_value(persistent, seed, bytes))?;
             outcome?;
         }
         Ok(Self { executable, backend })

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use gapless_kernels::Numbers;
+use rayon::prelude::*;
 
 /// A distribution of initial values.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -39,26 +40,30 @@ pub struct Initializer {
     pub given: Option<Arc<[f64]>>,
 }
 
+/// Number of values that one task draws.
+const CHUNK: usize = 1 << 14;
+
 impl Initializer {
-    /// Fills `out` with the initial values, converted by `cast`. The values are a pure function of `seed` and this
-    /// initializer.
-    pub fn fill<T: Copy>(&self, seed: u64, out: &mut [T], cast: impl Fn(f64) -> T) {
+    /// Fills `out` with the initial values, converted by `cast`, in parallel. The values are a pure function of `seed`
+    /// and this initializer.
+    pub fn fill<T: Copy + Send + Sync>(&self, seed: u64, out: &mut [T], cast: impl Fn(f64) -> T + Sync) {
         if let Some(given) = &self.given {
             out.iter_mut().zip(&given[self.first..]).for_each(|(x, &given)| *x = cast(given));
             return;
         }
         let hash = blake3::hash(self.name.as_bytes());
         let key = u64::from_le_bytes(hash.as_bytes()[..8].try_into().expect("8 of 32 bytes"));
-        let (numbers, first) = (Numbers::from_seed(seed ^ key), self.first);
+        let numbers = Numbers::from_seed(seed ^ key);
+        let mut each = |value: &(dyn Fn(usize) -> f64 + Sync)| {
+            let chunks = out.par_chunks_mut(CHUNK).enumerate();
+            chunks.for_each(|(chunk, out)| {
+                (self.first + chunk * CHUNK..).zip(out).for_each(|(i, x)| *x = cast(value(i)));
+            });
+        };
         match self.init {
             Init::Const(value) => out.fill(cast(value)),
-            Init::Randn { mean, stdev } => {
-                out.iter_mut().enumerate().for_each(|(i, x)| *x = cast(mean + stdev * numbers.normal(first + i)));
-            }
-            Init::Uniform { lo, up } => {
-                let uniform = |i| lo + (up - lo) * f64::from(numbers.uniform(i));
-                out.iter_mut().enumerate().for_each(|(i, x)| *x = cast(uniform(first + i)));
-            }
+            Init::Randn { mean, stdev } => each(&|i| mean + stdev * numbers.normal(i)),
+            Init::Uniform { lo, up } => each(&|i| lo + (up - lo) * f64::from(numbers.uniform(i))),
         }
     }
 }

@@ -172,6 +172,12 @@ impl Backend for CudaBackend {
         self.write(address, &copy)
     }
 
+    fn fill(&mut self, address: &Address, make: &mut dyn FnMut(&mut [u8])) -> Result<()> {
+        let mut bytes = vec![0; address.span * address.dtype.size_in_bytes()];
+        make(&mut bytes);
+        self.write(address, &bytes)
+    }
+
     fn write(&mut self, address: &Address, bytes: &[u8]) -> Result<()> {
         Ok(self.runner.device.write(self.runner.place.base + address.offset, bytes)?)
     }
