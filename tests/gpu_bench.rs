@@ -29,15 +29,39 @@ fn the_largest_micro_batch_is_found_without_a_gpu() {
     assert!(refused.contains("the budget is 1000"), "{refused}");
 }
 
+/// A budget below the bytes of a micro-batch requires recomputation. The plan lists what is recomputed.
+#[test]
+fn a_given_micro_batch_is_planned_within_a_budget() {
+    for model in ["small", "small-mixture"] {
+        let line = ["plan", "--model", model, "--sequence", "128", "--micro-batch", "8"];
+        let whole = ran(&line).1["arena_bytes"].as_u64().unwrap();
+        let budget = whole * 9 / 10;
+        let (outcome, json) = ran(&[&line[..], &["--budget", &budget.to_string()]].concat());
+        assert_eq!(outcome.unwrap(), Outcome::Done);
+        assert!(json["arena_bytes"].as_u64().unwrap() <= budget && json["micro_batch"] == 8, "{json}");
+        assert!(json["recomputed"].as_f64().unwrap() > 0.0 && json["layers"][0]["ops"][0].is_string(), "{json}");
+        let refused = ran(&[&line[..], &["--budget", "1000"]].concat()).0.unwrap_err();
+        assert!(format!("{refused:#}").contains("1000"), "{refused:#}");
+    }
+}
+
+/// The losses of the CPU can be computed on a machine without a GPU.
+#[test]
+fn the_reference_of_parity_needs_no_gpu() {
+    let (outcome, json) = ran(&["parity", "--model", "small", "--steps", "2", "--cpu-only", "--require-gpu"]);
+    assert_eq!(outcome.unwrap(), Outcome::Done);
+    assert_eq!(json["cpu_bf16_losses"].as_array().unwrap().len(), 2, "{json}");
+}
+
 /// The test asks for device 1000, which no machine has, so the result is the same everywhere.
 #[test]
 fn what_needs_a_gpu_is_skipped_with_the_reason_and_fails_where_one_is_required() {
     for command in [
         &["device"][..],
-        &["parity", "--model", "small"],
+        &["parity", "--model", "small", "--reference", "read after the GPU is found"],
         &["memory", "--model", "small"],
         &["speed", "--model", "small", "--budget", "100000000"],
-        &["speed", "--model", "small", "--micro-batch", "2"],
+        &["speed", "--model", "small", "--micro-batch", "2", "--budget", "100000000"],
         &["kernels", "--model", "small"],
     ] {
         let line = [command, &["--device", "cuda:1000"]].concat();
@@ -55,8 +79,9 @@ fn lines_that_mean_nothing_are_refused() {
         (&["device", "--device", "cpu"][..], "is not a GPU"),
         (&["device", "--device", "auto"], "is not a GPU"),
         (&["device", "--device", "cuda:x"], "not the number of a GPU"),
-        (&["speed"], "--budget"),
-        (&["speed", "--budget", "1", "--micro-batch", "1"], "cannot be used with"),
+        (&["speed"], "--micro-batch"),
+        (&["plan"], "--micro-batch"),
+        (&["parity", "--cpu-only", "--reference", "a.json"], "cannot be used with"),
         (&["compile", "--architectures", "sm_90,compute_90"], "unknown architecture"),
     ] {
         let refused = Options::try_parse_from([&["gpu"], line].concat()).unwrap_err().to_string();

@@ -144,7 +144,14 @@ fn what_was_found_is_kept_with_its_date_card_driver_and_commit() {
     let called = machine.called();
     let at = |words: &str| called.iter().position(|line| line.contains(words)).expect(words);
     let order = ["device", "parity --model small", "speed --micro-batch 16", "kernels --micro-batch 16"];
-    let order = order.iter().chain(&["::norm::", "memory", "parity --steps 200", "sanitizer --tool memcheck"]);
+    let more = [
+        "::norm::",
+        "memory",
+        "parity --model gpt2 --steps 200",
+        "parity --model mixture",
+        "sanitizer --tool memcheck",
+    ];
+    let order = order.iter().chain(&more);
     let order: Vec<usize> = order.map(|words| at(words)).collect();
     assert!(order.is_sorted(), "{called:#?}");
     assert!(called[at("compile")].contains("--architectures sm_90 --require-gpu"), "{called:#?}");
@@ -244,6 +251,30 @@ fn a_part_is_ended_at_its_limit() {
              assert call.execute(line, os.environ, 0.2) == (None, ['begun\\n'])\n\
              assert call.execute(['sh', '-c', 'exit 3'], os.environ, 60) == (3, [])\n\
              assert call.execute(['/nowhere'], os.environ, 60)[0] == 127\n",
+        );
+    }
+}
+
+/// A micro-batch that runs out of memory is reported if that is expected. Otherwise, it has an exit code of its own.
+#[test]
+fn running_out_of_memory_can_be_expected() {
+    if is_there() {
+        python(
+            "import sys, types\n\
+             torch = types.ModuleType('torch')\n\
+             torch.__version__ = '2'\n\
+             torch.cuda = types.SimpleNamespace(OutOfMemoryError=MemoryError, is_available=lambda: True, get_device_name=str)\n\
+             sys.modules['torch'] = torch\n\
+             import pytorch\n\
+             def train(options, micro_batch): raise RuntimeError('CUDA out of memory')\n\
+             written = []\n\
+             pytorch.train, pytorch.write = train, lambda _, found: written.append(found)\n\
+             sys.argv = ['pytorch.py', 'train', '--micro-batch', '16', '--budget', '1000']\n\
+             assert pytorch.main() == pytorch.OUT_OF_MEMORY and not written\n\
+             sys.argv += ['--expect-out-of-memory']\n\
+             assert pytorch.main() == 0 and written[0]['does_not_fit'] == 16 and written[0]['budget_bytes'] == 1000\n\
+             pytorch.train = lambda *_: {'losses': []}\n\
+             assert pytorch.main() == 1\n",
         );
     }
 }

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Mutex;
 
 use gapless::engine::Model;
-use gapless::engine::compile::{CompileOptions, Target, compile};
+use gapless::engine::compile::{CompileOptions, Executable, Target, compile};
 use gapless::engine::cuda::{Architecture, Cache, CudaBackend, Family, Launch, Nvrtc, Resources};
 use gapless::engine::runtime::Session;
 use gapless::models::{Gpt, GptConfig, Llama, LlamaConfig, Moe, MoeConfig, MoeStyle};
@@ -14,6 +14,7 @@ use rayon::prelude::*;
 use serde::Serialize;
 
 use super::record::Found;
+use super::step::{self, Float, Step};
 
 #[derive(Debug, clap::Args)]
 pub struct Arguments {
@@ -113,7 +114,8 @@ struct Launched {
 
 /// Returns the launches of the steps of GPT-2, Llama and mixtures of every kind, in f32 and bf16. Mixtures run on one
 /// rank and on two expert ranks. Two blocks per model suffice, because further blocks have the same launches. Steps
-/// have one micro-batch, or two whose gradients are accumulated.
+/// have one micro-batch, or two whose gradients are accumulated. The steps of this benchmark are also planned within
+/// budgets, because operations that are recomputed are fused in other ways.
 fn launched() -> Result<Launched, TrainError> {
     let mut launched = Launched::default();
     for dtype in [DType::F32, DType::BF16] {
@@ -129,6 +131,17 @@ fn launched() -> Result<Launched, TrainError> {
                 for expert in [1, 2] {
                     launched.add(dtype, expert, &|vb| Moe::new(&MoeConfig::small(style, 512), vb))?;
                 }
+            }
+        }
+    }
+    use step::Model::{Deepseek, Gpt2, Gpt2Lora, Llama1b, Mixture};
+    for model in [Gpt2, Llama1b, Mixture, Deepseek, Gpt2Lora] {
+        for dtype in [Float::F32, Float::Bf16] {
+            let step = Step { model, dtype, micro_batch: 16, sequence: 1024, seed: 0, budget_bytes: None };
+            let bytes = step.arena_bytes()?;
+            for budget_bytes in [None, Some(bytes / 10 * 8)] {
+                let step = Step { budget_bytes, ..step };
+                launched.add_executable(&step.compiled(step.program()?)?)?;
             }
         }
     }
@@ -157,12 +170,17 @@ impl Launched {
             };
             let program = gapless::engine::compile::step::program(build, &options.step, 0, Target::Cuda)?;
             let within = CompileOptions::within(None, options.step.memory.planning, options.step.memory.routing);
-            for launch in Session::<CudaBackend>::launches(&compile(&[program], &within)?)? {
-                let Launch::Kernel(kernel) = launch else { continue };
-                self.families.insert(kernel.family);
-                let shared = self.shared_bytes.entry(kernel.name).or_default();
-                *shared = kernel.shared_bytes.max(*shared);
-            }
+            self.add_executable(&compile(&[program], &within)?)?;
+        }
+        Ok(())
+    }
+
+    fn add_executable(&mut self, executable: &Executable) -> Result<(), TrainError> {
+        for launch in Session::<CudaBackend>::launches(executable)? {
+            let Launch::Kernel(kernel) = launch else { continue };
+            self.families.insert(kernel.family);
+            let shared = self.shared_bytes.entry(kernel.name).or_default();
+            *shared = kernel.shared_bytes.max(*shared);
         }
         Ok(())
     }

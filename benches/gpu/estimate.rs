@@ -91,7 +91,7 @@ struct Row {
 pub fn run(arguments: &Arguments) -> anyhow::Result<Found> {
     let step = arguments.shape.step(arguments.micro_batch);
     let mut rows: BTreeMap<&str, Row> = BTreeMap::new();
-    for work in CudaBackend::work(&step.compiled()?.0)?.into_iter().flatten() {
+    for work in CudaBackend::work(&step.compiled(step.program()?)?)?.into_iter().flatten() {
         for launch in &work.launches {
             let (name, measured, expected) = kind(work.operation, launch);
             let ms = |rate| match rate {
@@ -128,7 +128,7 @@ mod tests {
 
     #[test]
     fn a_step_of_gpt2_took_what_was_measured_and_is_expected_to_take_half() {
-        let shape = Shape { model: Model::Gpt2, sequence: 1024, dtype: Float::Bf16, seed: 0 };
+        let shape = Shape { model: Model::Gpt2, sequence: 1024, dtype: Float::Bf16, seed: 0, budget: None };
         let found = run(&Arguments { shape, micro_batch: 16 }).unwrap();
         println!("{}", found.text);
         let sum = |column: &str| {

@@ -8,27 +8,24 @@ use gapless::engine::cuda::{LaunchWork, Timed};
 use serde::Serialize;
 
 use super::figures::{Peak, PeakArguments, median};
+use super::plan::Shape;
 use super::probe::{Card, Gpu};
 use super::record::Found;
-use super::step::{Float, Model, Step};
+use super::step::Step;
 use super::tokens::Tokens;
 
 #[derive(Debug, clap::Args)]
 pub struct Arguments {
-    #[arg(long, value_enum, default_value_t = Model::Gpt2)]
-    model: Model,
+    #[command(flatten)]
+    shape: Shape,
     /// The GPU.
     #[arg(long, default_value_t = Gpu(0))]
     device: Gpu,
-    #[arg(long, value_enum, default_value_t = Float::Bf16)]
-    dtype: Float,
     /// Measured steps.
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u64).range(1..))]
     steps: u64,
     #[arg(long, default_value_t = 8)]
     micro_batch: usize,
-    #[arg(long, default_value_t = 1024)]
-    sequence: usize,
     #[command(flatten)]
     peak: PeakArguments,
 }
@@ -64,8 +61,8 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<Found> {
         Ok(card) => card,
         Err(why) => return Ok(Found::skipped(&why)),
     };
-    let &Arguments { model, dtype, micro_batch, sequence, .. } = arguments;
-    let step = Step { model, dtype, micro_batch, sequence, seed: 0 };
+    let step = arguments.shape.step(arguments.micro_batch);
+    let Step { dtype, micro_batch, sequence, .. } = step;
     let mut trainer = step.trainer(arguments.device.choice())?;
     let (tokens, targets) = Tokens::uniform(step.config().vocabulary(), step.seed).batch(micro_batch, sequence);
     trainer.profile(&tokens, &targets)?; // The first run is slower, because it touches memory for the first time.

@@ -60,15 +60,15 @@ enum Command {
     Device(probe::Arguments),
     /// Compile every kernel: registers, spills and shared memory, and machine code for the cache; needs no GPU
     Compile(compile::Arguments),
-    /// Find the largest micro-batch whose arena fits a budget; needs no GPU
+    /// Find the largest micro-batch whose arena fits a budget, or what a given one recomputes in it; needs no GPU
     Plan(plan::Arguments),
     /// Estimate the time of a step on an H200 by launch, from measured and expected rates; needs no GPU
     Estimate(estimate::Arguments),
-    /// Compare training on the GPU in f32 and bf16 with training on the CPU in f32
+    /// Compare training on the GPU in f32 and bf16 with training on the CPU, in the same process or beforehand
     Parity(parity::Arguments),
     /// Break down the device memory in use
     Memory(memory::Arguments),
-    /// Measure the tokens per second of the largest micro-batch that fits a budget
+    /// Measure the tokens per second of a micro-batch, or of the largest one that fits a budget
     Speed(speed::Arguments),
     /// Measure the time of a step by operation, layer and launch, and compare it with the minimum at the device's
     /// rates

@@ -3,27 +3,24 @@
 use gapless::engine::cuda::DeviceMemory;
 use serde::Serialize;
 
+use super::plan::Shape;
 use super::probe::{Card, Gpu};
 use super::record::Found;
-use super::step::{Float, Model, Step};
+use super::step::Step;
 use super::tokens::Tokens;
 
 #[derive(Debug, clap::Args)]
 pub struct Arguments {
-    #[arg(long, value_enum, default_value_t = Model::Gpt2)]
-    model: Model,
+    #[command(flatten)]
+    shape: Shape,
     /// The GPU.
     #[arg(long, default_value_t = Gpu(0))]
     device: Gpu,
-    #[arg(long, value_enum, default_value_t = Float::Bf16)]
-    dtype: Float,
     /// Number of steps before the driver is asked for the memory in use
     #[arg(long, default_value_t = 3)]
     steps: usize,
     #[arg(long, default_value_t = 4)]
     micro_batch: usize,
-    #[arg(long, default_value_t = 1024)]
-    sequence: usize,
 }
 
 #[derive(Debug, Serialize)]
@@ -45,13 +42,12 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<Found> {
         Ok(card) => card,
         Err(why) => return Ok(Found::skipped(&why)),
     };
-    let &Arguments { model, dtype, micro_batch, sequence, .. } = arguments;
-    let step = Step { model, dtype, micro_batch, sequence, seed: 0 };
+    let step = arguments.shape.step(arguments.micro_batch);
     let mut trainer = step.trainer(arguments.device.choice())?;
     let mut text = Tokens::uniform(step.config().vocabulary(), step.seed);
     let mut losses = Vec::new();
     for _ in 0..arguments.steps {
-        let (tokens, targets) = text.batch(micro_batch, sequence);
+        let (tokens, targets) = text.batch(step.micro_batch, step.sequence);
         losses.push(trainer.step(&tokens, &targets)?.loss);
     }
     let memory = trainer.device_memory()?.ok_or_else(|| anyhow::anyhow!("{}", trainer.device()))?;

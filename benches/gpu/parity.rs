@@ -1,8 +1,12 @@
-//! Trains on the CPU in f32, and on a GPU in f32 and bf16, and compares the losses. Each loss is compared with that
-//! of the CPU in f32.
+//! Trains on the CPU and on a GPU, each in f32 and bf16, and compares the losses. Each loss is compared with that of the
+//! CPU in f32. The CPU's losses can be computed beforehand, on another machine (`--cpu-only`, `--reference`).
 
+use std::fmt;
+use std::path::{Path, PathBuf};
+
+use anyhow::Context;
 use gapless::DeviceChoice;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use super::probe::{Card, Gpu};
 use super::record::Found;
@@ -11,19 +15,17 @@ use super::tokens::Tokens;
 
 #[derive(Debug, clap::Args)]
 pub struct Arguments {
-    #[arg(long, value_enum, default_value_t = Model::Gpt2)]
-    model: Model,
+    #[command(flatten)]
+    setting: Setting,
     /// The GPU.
     #[arg(long, default_value_t = Gpu(0))]
     device: Gpu,
-    #[arg(long, default_value_t = 200, value_parser = clap::value_parser!(u64).range(1..))]
-    steps: u64,
-    #[arg(long, default_value_t = 2)]
-    micro_batch: usize,
-    #[arg(long, default_value_t = 64)]
-    sequence: usize,
-    #[arg(long, default_value_t = 0)]
-    seed: u64,
+    /// Only train on the CPU; with --json, the losses are a reference for later runs
+    #[arg(long)]
+    cpu_only: bool,
+    /// A file from --cpu-only with the same arguments, whose losses are used instead of training on the CPU
+    #[arg(long, value_name = "FILE", conflicts_with = "cpu_only")]
+    reference: Option<PathBuf>,
     /// Maximum difference of a loss in f32, as a fraction of the CPU's loss. Both sides sum in f32, in different
     /// orders, with errors of about 2⁻²⁴ each. The default of a thousandth allows for the growth of these errors during
     /// training.
@@ -34,6 +36,31 @@ pub struct Arguments {
     /// places, after sums in different orders, so the effects of rounding on training are of the same size.
     #[arg(long)]
     tolerance_bf16: Option<f64>,
+}
+
+/// The arguments that determine the losses.
+#[derive(Debug, Clone, Copy, PartialEq, clap::Args, Serialize, Deserialize)]
+#[group(skip)]
+struct Setting {
+    #[arg(long, value_enum, default_value_t = Model::Gpt2)]
+    model: Model,
+    #[arg(long, default_value_t = 200, value_parser = clap::value_parser!(u64).range(1..))]
+    steps: u64,
+    #[arg(long, default_value_t = 2)]
+    micro_batch: usize,
+    #[arg(long, default_value_t = 64)]
+    sequence: usize,
+    #[arg(long, default_value_t = 0)]
+    seed: u64,
+}
+
+/// The CPU's losses.
+#[derive(Debug, Serialize, Deserialize)]
+struct Reference {
+    #[serde(flatten)]
+    setting: Setting,
+    cpu_losses: Vec<f32>,
+    cpu_bf16_losses: Vec<f32>,
 }
 
 /// A training run on the GPU, compared with the CPU.
@@ -52,61 +79,91 @@ struct Figures {
     #[serde(flatten)]
     card: Card,
     #[serde(flatten)]
-    step: Step,
-    cpu_losses: Vec<f32>,
-    cpu_bf16_losses: Vec<f32>,
+    reference: Reference,
     sides: Vec<Side>,
 }
 
 pub fn run(arguments: &Arguments) -> anyhow::Result<Found> {
+    let setting = arguments.setting;
+    if arguments.cpu_only {
+        let reference = Reference::new(setting)?;
+        return Found::new(true, reference.to_string(), &reference);
+    }
     let card = match arguments.device.found() {
         Ok(card) => card,
         Err(why) => return Ok(Found::skipped(&why)),
     };
-    let step = arguments.step(Float::F32);
-    let cpu_losses = arguments.losses(step, DeviceChoice::Cpu)?;
-    let cpu_bf16_losses = arguments.losses(arguments.step(Float::Bf16), DeviceChoice::Cpu)?;
-    let rounding = farthest(&cpu_losses, &cpu_bf16_losses).1;
-    let tolerance_bf16 = arguments.tolerance_bf16.unwrap_or_else(|| tolerance_of(rounding));
+    let reference = match &arguments.reference {
+        Some(path) => Reference::read(path, setting)?,
+        None => Reference::new(setting)?,
+    };
+    let tolerance_bf16 = arguments.tolerance_bf16.unwrap_or_else(|| tolerance_of(reference.rounding()));
     let mut sides = Vec::new();
     for (dtype, tolerance) in [(Float::F32, arguments.tolerance_f32), (Float::Bf16, tolerance_bf16)] {
-        let losses = arguments.losses(arguments.step(dtype), arguments.device.choice())?;
-        let (at_step, difference) = farthest(&cpu_losses, &losses);
+        let losses = setting.losses(dtype, arguments.device.choice())?;
+        let (at_step, difference) = farthest(&reference.cpu_losses, &losses);
         sides.push(Side { dtype, losses, difference, at_step, tolerance });
     }
-    let mut text = format!(
-        "{} steps of {} × {} random ids on {card}, compared with the CPU in f32, whose loss goes from {:.4} to {:.4}; the CPU in bf16 \
-         differs by {rounding:.2e}\n\
-         type   last loss   largest relative difference   at step   tolerance",
-        arguments.steps,
-        step.micro_batch,
-        step.sequence,
-        cpu_losses[0],
-        cpu_losses[cpu_losses.len() - 1],
-    );
+    let mut text = format!("{card}: {reference}\ntype   last loss   largest relative difference   at step   tolerance");
     for Side { dtype, losses, difference, at_step, tolerance } in &sides {
         let (last, verdict) = (losses[losses.len() - 1], if difference <= tolerance { "" } else { "   TOO LARGE" });
         text += &format!("\n{dtype:4} {last:11.4} {difference:29.2e} {at_step:9} {tolerance:11.0e}{verdict}");
     }
     let is_right = sides.iter().all(|side| side.difference <= side.tolerance);
-    Found::new(is_right, text, &Figures { card, step, cpu_losses, cpu_bf16_losses, sides })
+    Found::new(is_right, text, &Figures { card, reference, sides })
 }
 
-impl Arguments {
-    fn step(&self, dtype: Float) -> Step {
-        let &Self { model, micro_batch, sequence, seed, .. } = self;
-        Step { model, dtype, micro_batch, sequence, seed }
-    }
-
-    fn losses(&self, step: Step, device: DeviceChoice) -> anyhow::Result<Vec<f32>> {
+impl Setting {
+    /// Trains on the ids of a Markov chain. Returns the loss of each step.
+    fn losses(&self, dtype: Float, device: DeviceChoice) -> anyhow::Result<Vec<f32>> {
+        let &Self { model, micro_batch, sequence, seed, steps } = self;
+        let step = Step { model, dtype, micro_batch, sequence, seed, budget_bytes: None };
         let mut trainer = step.trainer(device)?;
-        let mut text = Tokens::chain(step.config().vocabulary(), step.seed);
+        let mut text = Tokens::chain(step.config().vocabulary(), seed);
         let mut losses = Vec::new();
-        for _ in 0..self.steps {
-            let (tokens, targets) = text.batch(step.micro_batch, step.sequence);
+        for _ in 0..steps {
+            let (tokens, targets) = text.batch(micro_batch, sequence);
             losses.push(trainer.step(&tokens, &targets)?.loss);
         }
         Ok(losses)
+    }
+}
+
+impl Reference {
+    /// Trains on the CPU.
+    fn new(setting: Setting) -> anyhow::Result<Self> {
+        let losses = |dtype| setting.losses(dtype, DeviceChoice::Cpu);
+        Ok(Self { setting, cpu_losses: losses(Float::F32)?, cpu_bf16_losses: losses(Float::Bf16)? })
+    }
+
+    /// Reads a file from `--cpu-only`.
+    ///
+    /// # Errors
+    /// Returns an error if the file cannot be read, or if its losses are those of other arguments.
+    fn read(path: &Path, setting: Setting) -> anyhow::Result<Self> {
+        let at = || format!("the reference {}", path.display());
+        let found: Self = serde_json::from_slice(&std::fs::read(path).with_context(at)?).with_context(at)?;
+        anyhow::ensure!(found.setting == setting, "{} is for {:?}, not for {setting:?}", at(), found.setting);
+        let lengths = [&found.cpu_losses, &found.cpu_bf16_losses].map(Vec::len);
+        anyhow::ensure!(lengths == [setting.steps as usize; 2], "{} has the losses of {lengths:?} steps", at());
+        Ok(found)
+    }
+
+    /// Returns the largest relative difference of the CPU's losses in bf16.
+    fn rounding(&self) -> f64 {
+        farthest(&self.cpu_losses, &self.cpu_bf16_losses).1
+    }
+}
+
+impl fmt::Display for Reference {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Setting { steps, micro_batch, sequence, .. } = self.setting;
+        let (first, last, rounding) = (self.cpu_losses[0], self.cpu_losses[self.cpu_losses.len() - 1], self.rounding());
+        write!(
+            f,
+            "{steps} steps of {micro_batch} × {sequence} random ids; on the CPU in f32, the loss goes from {first:.4} to {last:.4}, and in bf16 \
+             it differs by {rounding:.2e}"
+        )
     }
 }
 
@@ -142,10 +199,37 @@ mod tests {
     }
 
     #[test]
+    fn a_reference_is_read_for_the_same_arguments_alone() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("reference.json");
+        for model in ["small-mixture", "small-deepseek"] {
+            let line = ["parity", "--model", model, "--sequence", "16", "--steps", "3"];
+            let setting = Line::parse_from(line).arguments.setting;
+            let reference = Reference::new(setting).unwrap();
+            let first = reference.cpu_losses[0];
+            assert!((first - 512f32.ln()).abs() < 0.2 && reference.cpu_losses[2] < first, "{reference:?}");
+            assert!(reference.rounding() > 0.0 && reference.rounding() < 1e-2, "{reference}");
+            std::fs::write(&path, serde_json::to_string(&reference).unwrap()).unwrap();
+            let read = Reference::read(&path, setting).unwrap();
+            assert_eq!((read.cpu_losses, read.cpu_bf16_losses), (reference.cpu_losses, reference.cpu_bf16_losses));
+            for other in [
+                Setting { model: Model::Gpt2, ..setting },
+                Setting { steps: 4, ..setting },
+                Setting { micro_batch: 3, ..setting },
+                Setting { sequence: 8, ..setting },
+                Setting { seed: 1, ..setting },
+            ] {
+                let refused = Reference::read(&path, other).unwrap_err().to_string();
+                assert!(refused.contains("reference.json is for Setting {"), "{refused}");
+            }
+        }
+    }
+
+    #[test]
     fn the_text_can_be_learned_and_a_run_repeated() {
         let line = ["parity", "--model", "small", "--steps", "40", "--sequence", "16", "--micro-batch", "4"];
         let arguments = Line::parse_from(line).arguments;
-        let losses = |dtype| arguments.losses(arguments.step(dtype), DeviceChoice::Cpu).unwrap();
+        let losses = |dtype| arguments.setting.losses(dtype, DeviceChoice::Cpu).unwrap();
         let first = losses(Float::F32);
         assert_eq!(first, losses(Float::F32));
         assert!(first[39] < first[0] - 0.1, "{} to {}", first[0], first[39]);

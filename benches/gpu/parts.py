@@ -5,6 +5,8 @@ compute-sanitizer) and its arguments. If arguments depend on the results of an e
 """
 
 import dataclasses
+import os
+import pathlib
 from collections.abc import Callable
 
 # Prefixes of the names of this project's kernels. The name of no cuBLAS kernel begins with one of them.
@@ -16,8 +18,18 @@ MORE_JUDGES = ["experts", "grouped", "model", "step", "mixture", "trainer", "ran
 # Modules that run under a sanitizer, because a small GPT does not launch all of their kernels.
 SANITIZED_JUDGES = ["attention", "elementwise", "experts", "grouped", "norm", "optim", "rows"]
 
-# A micro-batch of GPT-2 that fits the memory of every supported card.
-MICRO_BATCH = 16
+# The models that are compared at one micro-batch, on each side. With it, both sides fit into 80 GB.
+MICRO_BATCHES = {"gpt2": 16, "gpt2-medium": 16, "llama1b": 8, "mixture": 16}
+# The models whose bytes in use are broken down.
+IN_MEMORY = ["gpt2", "llama1b", "mixture", "deepseek", "gpt2-lora"]
+# The models whose losses are compared with the CPU's, with steps, sequences of a micro-batch and ids of a sequence.
+PARITY = {
+    "small-mixture": (40, 2, 64),
+    "small-deepseek": (40, 2, 64),
+    "gpt2-lora": (40, 2, 64),
+    "mixture": (10, 1, 64),
+    "deepseek": (10, 1, 64),
+}
 
 
 @dataclasses.dataclass
@@ -35,7 +47,7 @@ class Part:
 def parts(options):
     """All parts, the most informative first."""
     steps = ["--steps", str(options.steps)]
-    fixed = ["--micro-batch", str(MICRO_BATCH)]
+    fixed = ["--micro-batch", str(MICRO_BATCHES["gpt2"])]
     yield Part("GPU", "device", 90, ["gpu", "device"], needs=())
     yield Part(
         "compile", "device", 180, lambda found: ["gpu", "compile", "--architectures", found.figure("GPU", "architecture")]
@@ -43,16 +55,19 @@ def parts(options):
     small = ["--model", "small", "--micro-batch", "2", "--sequence", "64"]
     yield Part("parity, small", "parity", 90, ["gpu", "parity", *small, "--steps", "5"])
     yield Part("speed", "speed", 90, ["gpu", "speed", *fixed, *steps])
-    yield Part("rates", "pytorch", 60, ["pytorch", "rates"])
+    yield Part("rates", "speed", 60, ["pytorch", "rates"])
     yield Part("kernels", "speed", 90, lambda found: ["gpu", "kernels", *fixed, *peak(found)])
     yield Part("products", "variants", 60, ["gpu", "products"])
     # The same step without what was added for Hopper, and with cuBLASLt's first algorithms.
     for name, variable in [("without wgmma", "GAPLESS_WGMMA"), ("without timed algorithms", "GAPLESS_TUNE")]:
         yield Part(f"speed {name}", "variants", 90, ["gpu", "speed", *fixed, *steps], environment={variable: "off"})
     yield from map(judge, JUDGES)
-    yield from (pytorch(mode, variant, [*fixed, *steps]) for mode in ["compiled", "eager"] for variant in VARIANTS)
-    yield Part("memory", "memory", 60, ["gpu", "memory"])
-    yield Part("parity", "parity", 420, ["gpu", "parity", "--steps", str(options.parity_steps)])
+    for model, micro_batch in MICRO_BATCHES.items():
+        yield from at_one_micro_batch(model, micro_batch, steps)
+    for model in IN_MEMORY:
+        yield Part("memory" if model == "gpt2" else f"memory, {model}", "memory", 60, ["gpu", "memory", "--model", model])
+    yield parity("gpt2", options.parity_steps, 2, 64)
+    yield from (parity(model, *setting) for model, setting in PARITY.items())
     yield from map(judge, MORE_JUDGES)
     for model in options.models:
         yield from within_budget(model, options.budget, steps)
@@ -72,18 +87,49 @@ def peak(found):
     return [] if gbs is None else ["--peak-gbs", str(gbs)]
 
 
-# PyTorch with default settings, with a vocabulary whose products are aligned, and with the fastest attention on
-# Hopper.
-VARIANTS = {
-    "": [],
-    ", 50304 ids": ["--vocabulary", "50304"],
-    ", 50304 ids, cuDNN attention": ["--vocabulary", "50304", "--attention", "cudnn"],
-}
+def parity(model, steps, micro_batch, sequence):
+    setting = ["--steps", str(steps), "--micro-batch", str(micro_batch), "--sequence", str(sequence)]
+    command = ["gpu", "parity", "--model", model, *setting, "--tolerance-f32", "1e-4"]
+    # Losses of the CPU that were computed beforehand.
+    reference = pathlib.Path(os.environ.get("GAPLESS_BINARIES", "."), f"reference-{model}.json")
+    if reference.is_file():
+        command += ["--reference", str(reference)]
+    return Part("parity" if model == "gpt2" else f"parity, {model}", "parity", 420 if model == "gpt2" else 180, command)
 
 
-def pytorch(mode, variant, arguments):
-    command = ["pytorch", "train", "--mode", mode, *VARIANTS[variant], *arguments]
-    return Part(f"PyTorch {mode}{variant}", "pytorch", 150 if mode == "compiled" else 75, command)
+def at_one_micro_batch(model, micro_batch, steps):
+    """PyTorch in all its variants, and gapless: alone, and in 0.7 of the bytes that the fastest PyTorch reserved (the goal), in which
+    PyTorch is expected to run out of memory."""
+    group = f"{model} × {micro_batch}"
+    arguments = ["--model", model, "--micro-batch", str(micro_batch), *steps]
+    # With default settings, with a vocabulary whose products are aligned, and with the fastest attention on Hopper.
+    aligned = ["--vocabulary", "50304"] if model.startswith("gpt2") else []
+    variants = {"": [], ", aligned ids": aligned, ", aligned ids, cuDNN attention": [*aligned, "--attention", "cudnn"]}
+    compiled = f"{group}: PyTorch compiled"
+    sides = {}
+    for mode, limit in [("compiled", 150), ("eager", 75)]:
+        for variant, more in variants.items():
+            if variant == ", aligned ids" and not aligned:
+                continue
+            side = f"{group}: PyTorch {mode}{variant}"
+            sides[side] = ["pytorch", "train", "--mode", mode, *more, *arguments]
+            yield Part(side, "compared", limit, sides[side])
+    speed = ["gpu", "speed", *arguments]
+    yield Part(f"{group}: gapless", "compared", 120, speed)
+
+    def best(found):
+        """The fastest of PyTorch's sides, and the budget."""
+        side = max(sides, key=lambda side: found.figure(side, "tokens_per_second") or 0)
+        return side, ["--budget", str(int(found.figure(side, "reserved_bytes")) * 7 // 10)]
+
+    needs = ("GPU", compiled)
+    yield Part(f"{group}: gapless in 0.7", "compared", 180, lambda found: [*speed, *best(found)[1]], needs=needs)
+
+    def in_budget(found):
+        side, budget = best(found)
+        return [*sides[side], *budget, "--expect-out-of-memory"]
+
+    yield Part(f"{group}: PyTorch in 0.7", "compared", 150, in_budget, needs=needs)
 
 
 def within_budget(model, budget, steps):

@@ -1,16 +1,20 @@
 #!/usr/bin/env python3
-"""GPT-2 in PyTorch, as its users train it: the peer of gapless on the same GPU, in the same run (docs/gpu.md).
+"""Models in PyTorch, as its users train them: the peer of gapless on the same GPU, in the same run (docs/gpu.md).
 
-The model is that of models/src/gpt.rs: learned positions, layer norm before each part, GELU in its tanh form, a head tied to the
-embedding, no dropout. Attention is scaled_dot_product_attention; AdamW is fused, decays matrices alone, and gradients are clipped by
-their global norm, as in gapless. On both sides ids are uniform over the vocabulary: speed depends on how many different ones there
-are.
+- GPT-2 is that of models/src/gpt.rs: learned positions, layer norm before each part, GELU in its tanh form, no dropout.
+- Llama and the mixture are those of models/src/llama.rs and moe.rs: RMS norm, rotary positions by halves, grouped queries, SwiGLU.
+  The mixture has Mixtral's routing and balance loss, and drops no token. Its experts' products are grouped_mm over sorted tokens.
+
+Heads are tied to embeddings. Attention is scaled_dot_product_attention. AdamW is fused and only decays matrices, and gradients are
+clipped by their global norm, as in gapless. On both sides, ids are uniform over the vocabulary, because speed depends on the number
+of distinct ids.
 
     pytorch.py train --model gpt2 --budget 20000000000 --mode compiled --precision autocast
     pytorch.py train --model gpt2 --micro-batch 16 --mode compiled --vocabulary 50304 --attention cudnn
+    pytorch.py train --model gpt2 --micro-batch 16 --mode compiled --budget 8000000000 --expect-out-of-memory
     pytorch.py rates
 
-Every micro-batch that is tried is a process of its own, so that one that ran out of memory leaves nothing behind.
+In a search, every micro-batch that is tried is a process of its own, so that one that ran out of memory leaves nothing behind.
 """
 
 import argparse
@@ -24,12 +28,36 @@ import sys
 import time
 
 SIZES = {
-    # vocabulary, layers, heads, width
-    "small": (512, 2, 2, 64),
-    "gpt2": (50257, 12, 12, 768),
-    "gpt2-medium": (50257, 24, 16, 1024),
-    "gpt2-xl": (50257, 48, 25, 1600),
+    "small": {"vocabulary": 512, "layers": 2, "heads": 2, "width": 64},
+    "gpt2": {"vocabulary": 50257, "layers": 12, "heads": 12, "width": 768},
+    "gpt2-medium": {"vocabulary": 50257, "layers": 24, "heads": 16, "width": 1024},
+    "gpt2-xl": {"vocabulary": 50257, "layers": 48, "heads": 25, "width": 1600},
+    "llama1b": {"vocabulary": 128256, "layers": 16, "heads": 32, "kv_heads": 8, "width": 2048, "hidden": 8192, "theta": 5e5},
+    "mixture": {
+        "vocabulary": 32000,
+        "layers": 8,
+        "heads": 16,
+        "kv_heads": 4,
+        "width": 1024,
+        "hidden": 2816,
+        "theta": 1e6,
+        "experts": 8,
+        "top_k": 2,
+    },
+    "small-mixture": {
+        "vocabulary": 512,
+        "layers": 2,
+        "heads": 4,
+        "kv_heads": 2,
+        "width": 64,
+        "hidden": 128,
+        "theta": 1e6,
+        "experts": 8,
+        "top_k": 2,
+    },
 }
+# The weight of the mixture's balance loss.
+BALANCE = 0.02
 # Members of SDPBackend.
 ATTENTIONS = {"cudnn": "CUDNN_ATTENTION", "flash": "FLASH_ATTENTION"}
 # Exit code of a measuring process that ran out of memory.
@@ -48,10 +76,13 @@ def main():
         found = measure(options, options.micro_batch)
     else:
         found = largest(options)
+    if found is None:
+        print(f"out of memory with micro-batch {options.micro_batch}", file=sys.stderr)
+        return OUT_OF_MEMORY
     if "skipped" in found:
         return skipped(options, found["skipped"])
     write(options, found)
-    return 0
+    return 1 if options.command == "train" and options.expect_out_of_memory and "does_not_fit" not in found else 0
 
 
 def parse():
@@ -68,6 +99,11 @@ def parse():
     )
     train.add_argument("--budget", type=positive, metavar="BYTES", help="what the allocator may reserve")
     train.add_argument("--micro-batch", type=positive, metavar="SEQUENCES", help="measure this one; nothing is searched")
+    train.add_argument(
+        "--expect-out-of-memory",
+        action="store_true",
+        help="report the micro-batch under does_not_fit if it runs out of memory, and fail if it does not",
+    )
     train.add_argument("--start", type=positive, default=1, help="the micro-batch that is tried first")
     train.add_argument("--fineness", type=positive, default=16, help="search no further once it is less than 1/this too small")
     train.add_argument("--limit", type=positive, metavar="SECONDS", help="try no other micro-batch that may end later than this")
@@ -77,6 +113,9 @@ def parse():
         choices=["default", *ATTENTIONS],
         default="default",
         help="what scaled_dot_product_attention uses: as PyTorch chooses, or this alone",
+    )
+    train.add_argument(
+        "--experts", choices=["grouped", "loop"], default="grouped", help="a mixture's products: by grouped_mm in bf16, or one by one"
     )
     train.add_argument("--vocabulary", type=positive, help="other than the model's, e.g. 50304")
     train.add_argument("--steps", type=positive, default=20)
@@ -192,7 +231,7 @@ class Search:
 def measure_apart(options, micro_batch, seconds):
     """Measures in a separate process; None if it ran out of memory."""
     command = [sys.executable, os.path.abspath(__file__), "train", "--micro-batch", str(micro_batch)]
-    for name in ["model", "mode", "precision", "attention", "budget", "sequence", "vocabulary", "steps", "warmup", "device"]:
+    for name in ["model", "mode", "precision", "attention", "experts", "budget", "sequence", "vocabulary", "steps", "warmup", "device"]:
         value = getattr(options, name)
         if value is not None:
             command += [f"--{name}", str(value)]
@@ -216,8 +255,28 @@ def measure(options, micro_batch):
         # When memory is missing, libraries raise other errors than the allocator. The allocator's error is also a
         # RuntimeError.
         if isinstance(error, torch.cuda.OutOfMemoryError) or "out of memory" in str(error) or "ALLOC_FAILED" in str(error):
-            sys.exit(OUT_OF_MEMORY)
+            if not options.expect_out_of_memory:
+                return None
+            return described(options, micro_batch) | {"does_not_fit": micro_batch, "why": str(error).splitlines()[0]}
         raise
+
+
+def described(options, micro_batch):
+    """The options of a measurement, and the device."""
+    import torch
+
+    return {
+        "pytorch": torch.__version__,
+        "device": "cpu" if options.device == "cpu" else torch.cuda.get_device_name(options.device),
+        "model": options.model,
+        "mode": options.mode,
+        "precision": options.precision,
+        "attention": options.attention,
+        "budget_bytes": options.budget,
+        "micro_batch": micro_batch,
+        "sequence": options.sequence,
+        "vocabulary": options.vocabulary or SIZES[options.model]["vocabulary"],
+    }
 
 
 def train(options, micro_batch):
@@ -232,11 +291,10 @@ def train(options, micro_batch):
             torch.cuda.set_per_process_memory_fraction(min(1.0, options.budget / total), device)
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high" if options.precision != "f32" else "highest")
-    vocabulary, layers, heads, width = SIZES[options.model]
-    vocabulary = options.vocabulary or vocabulary
-    sequence = options.sequence
-    positions = sequence if options.model == "small" else max(sequence, 1024)
-    model = gpt(vocabulary, positions, layers, heads, width).to(device)
+    found = described(options, micro_batch)
+    vocabulary, sequence = found["vocabulary"], found["sequence"]
+    with device:
+        model = built(options.model, vocabulary, sequence, options.experts == "grouped")
     if options.precision == "bf16":
         model = model.to(torch.bfloat16)
     parameters = list(model.parameters())
@@ -270,8 +328,7 @@ def train(options, micro_batch):
         if is_gpu:
             torch.cuda.synchronize(device)
 
-    for _ in range(options.warmup):
-        step()
+    first_loss = [step() for _ in range(options.warmup)][0]
     step_ms, losses = [], []
     for _ in range(options.steps):
         wait()
@@ -279,20 +336,11 @@ def train(options, micro_batch):
         losses.append(step())
         wait()
         step_ms.append((time.perf_counter() - start) * 1e3)
-    found = {
-        "pytorch": torch.__version__,
-        "device": torch.cuda.get_device_name(device) if is_gpu else "cpu",
-        "model": options.model,
-        "mode": options.mode,
-        "precision": options.precision,
-        "attention": options.attention,
-        "budget_bytes": options.budget,
-        "micro_batch": micro_batch,
-        "sequence": sequence,
-        "vocabulary": vocabulary,
+    found |= {
         "parameters": sum(p.numel() for p in parameters),
         "tokens_per_second": micro_batch * sequence / statistics.median(step_ms) * 1e3,
         "step_ms": step_ms,
+        "first_loss": first_loss,
         "losses": losses,
     }
     if is_gpu:
@@ -350,7 +398,15 @@ def rates(options):
     }
 
 
-def gpt(vocabulary, positions, layers, heads, width):
+def built(name, vocabulary, sequence, is_grouped=True):
+    """The model with this name, on the current device."""
+    size = SIZES[name] | {"vocabulary": vocabulary}
+    if "kv_heads" in size:
+        return llama(sequence, is_grouped, **size)
+    return gpt(sequence if name == "small" else max(sequence, 1024), **size)
+
+
+def gpt(positions, vocabulary, layers, heads, width):
     import torch
     from torch import nn
     from torch.nn import functional as F
@@ -418,6 +474,140 @@ def gpt(vocabulary, positions, layers, heads, width):
             return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     return Gpt()
+
+
+def llama(sequence, is_grouped, vocabulary, layers, heads, kv_heads, width, hidden, theta, experts=0, top_k=0):
+    """A Llama or, with experts, a mixture with Mixtral's routing."""
+    import torch
+    from torch import nn
+    from torch.nn import functional as F
+
+    head = width // heads
+    grouped_mm = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
+
+    def linear(inputs, outputs):
+        return nn.Linear(inputs, outputs, bias=False)
+
+    def rotated(x, cos, sin):
+        first, second = x.chunk(2, dim=-1)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+    class Norm(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(width))
+
+        def forward(self, x):
+            return F.rms_norm(x, (width,), self.weight, 1e-5)
+
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q_proj = linear(width, heads * head)
+            self.k_proj = linear(width, kv_heads * head)
+            self.v_proj = linear(width, kv_heads * head)
+            self.o_proj = linear(heads * head, width)
+
+        def forward(self, x, cos, sin):
+            b, t, _ = x.shape
+            q, k, v = (part(x).view(b, t, -1, head).transpose(1, 2) for part in [self.q_proj, self.k_proj, self.v_proj])
+            cos, sin = cos.to(q.dtype), sin.to(q.dtype)
+            q, k = rotated(q, cos, sin), rotated(k, cos, sin)
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=kv_heads != heads)
+            return self.o_proj(y.transpose(1, 2).reshape(b, t, heads * head))
+
+    class Mlp(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate_proj = linear(width, hidden)
+            self.up_proj = linear(width, hidden)
+            self.down_proj = linear(hidden, width)
+
+        def forward(self, x):
+            return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x)), None
+
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate = linear(width, experts)
+            # The matrices are stored as the products read them: [experts, inputs, outputs].
+            self.w1 = nn.Parameter(torch.empty(experts, width, hidden))
+            self.w3 = nn.Parameter(torch.empty(experts, width, hidden))
+            self.w2 = nn.Parameter(torch.empty(experts, hidden, width))
+            for weight in [self.w1, self.w2, self.w3]:
+                nn.init.normal_(weight, std=0.02)
+
+        def forward(self, x):
+            b, t, _ = x.shape
+            flat = x.reshape(b * t, width)
+            scores = self.gate(flat).float().softmax(dim=-1)
+            weights, ids = scores.topk(top_k, dim=-1)
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+            is_chosen = ids.flatten()[:, None] == torch.arange(experts, device=x.device)
+            # A token's rows lie in the order of its choices; sorted, those of an expert are next to each other.
+            order = ids.flatten().argsort(stable=True)
+            rows = flat[order // top_k].to(self.product_dtype(x))
+            y = self.products(rows, is_chosen.sum(dim=0))
+            y = y * weights.flatten()[order, None].to(y.dtype)
+            y = torch.zeros_like(flat, dtype=y.dtype).index_add(0, order // top_k, y)
+            shares = is_chosen.view(b, t * top_k, experts).float().mean(dim=1)
+            balance = experts * (shares * scores.view(b, t, experts).mean(dim=1)).sum(dim=-1).mean()
+            return y.view(b, t, width), BALANCE * balance
+
+        @staticmethod
+        def product_dtype(x):
+            """The type of the experts' products, which autocast does not know."""
+            kind = x.device.type
+            return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+        def products(self, rows, counts):
+            w1, w3, w2 = (weight.to(rows.dtype) for weight in [self.w1, self.w3, self.w2])
+            if is_grouped and grouped_mm is not None and rows.dtype == torch.bfloat16:
+                ends = counts.cumsum(dim=0, dtype=torch.int32)
+                inner = F.silu(grouped_mm(rows, w1, offs=ends)) * grouped_mm(rows, w3, offs=ends)
+                return grouped_mm(inner, w2, offs=ends)
+            each = zip(rows.split(counts.tolist()), w1, w3, w2, strict=True)
+            return torch.cat([(F.silu(x @ gate) * (x @ up)) @ down for x, gate, up, down in each])
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.input_layernorm = Norm()
+            self.self_attn = Attention()
+            self.post_attention_layernorm = Norm()
+            self.mlp = Experts() if experts else Mlp()
+
+        def forward(self, x, cos, sin):
+            x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+            y, loss = self.mlp(self.post_attention_layernorm(x))
+            return x + y, loss
+
+    class Llama(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed_tokens = nn.Embedding(vocabulary, width)
+            self.layers = nn.ModuleList(Block() for _ in range(layers))
+            self.norm = Norm()
+            self.head = linear(width, vocabulary)
+            self.head.weight = self.embed_tokens.weight
+            for module in self.modules():
+                if isinstance(module, nn.Linear | nn.Embedding):
+                    nn.init.normal_(module.weight, std=0.02)
+            frequencies = theta ** (-torch.arange(0, head, 2).float() / head)
+            angles = torch.outer(torch.arange(sequence).float(), frequencies)
+            self.register_buffer("cos", angles.cos(), persistent=False)
+            self.register_buffer("sin", angles.sin(), persistent=False)
+
+        def forward(self, tokens, targets):
+            x = self.embed_tokens(tokens)
+            losses = []
+            for block in self.layers:
+                x, loss = block(x, self.cos, self.sin)
+                losses += [loss] if loss is not None else []
+            logits = self.head(self.norm(x))
+            return sum(losses, F.cross_entropy(logits.flatten(0, 1), targets.flatten()))
+
+    return Llama()
 
 
 if __name__ == "__main__":

@@ -1,27 +1,25 @@
-//! Measures tokens per second with a given micro-batch, or with the largest one that fits a budget.
+//! Measures tokens per second with a given micro-batch, which is recomputed in part if it exceeds a budget, or with the
+//! largest micro-batch that fits a budget without recomputation.
 
 use std::time::Instant;
 
 use anyhow::Context;
-use gapless::Trainer;
 use gapless::engine::cuda::DeviceMemory;
 use serde::Serialize;
 
 use super::figures::{PeakArguments, median};
-use super::plan::{Shape, Sized};
+use super::plan::Shape;
 use super::probe::{Card, Gpu};
 use super::record::Found;
+use super::step::Step;
 use super::tokens::Tokens;
 
 #[derive(Debug, clap::Args)]
 pub struct Arguments {
     #[command(flatten)]
     shape: Shape,
-    /// Maximum bytes of the arena; the largest micro-batch that fits is measured
-    #[arg(long, value_name = "BYTES", required_unless_present = "micro_batch")]
-    budget: Option<u64>,
-    /// Sequences of a micro-batch; without it, the largest one that fits the budget is searched
-    #[arg(long, conflicts_with = "budget")]
+    /// Sequences of a micro-batch; without it, the largest one that fits the budget without recomputation is searched
+    #[arg(long, required_unless_present = "budget")]
     micro_batch: Option<usize>,
     /// The GPU.
     #[arg(long, default_value_t = Gpu(0))]
@@ -41,7 +39,7 @@ struct Figures {
     #[serde(flatten)]
     card: Card,
     #[serde(flatten)]
-    sized: Sized,
+    step: Step,
     tokens_per_second: f64,
     step_ms: Vec<f64>,
     losses: Vec<f32>,
@@ -50,6 +48,8 @@ struct Figures {
     mfu: Option<f64>,
     /// Bytes of the trainer's arena, including evaluation and generation.
     trainer_bytes: u64,
+    /// Arithmetic of recomputed operations, relative to all other arithmetic.
+    recomputed: f64,
     memory: DeviceMemory,
 }
 
@@ -58,8 +58,8 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<Found> {
         Ok(card) => card,
         Err(why) => return Ok(Found::skipped(&why)),
     };
-    let (sized, mut trainer) = arguments.trainer()?;
-    let step = sized.step;
+    let step = arguments.shape.chosen(arguments.micro_batch)?;
+    let mut trainer = step.trainer(arguments.device.choice())?;
     let mut text = Tokens::uniform(step.config().vocabulary(), step.seed);
     let (mut step_ms, mut losses) = (Vec::new(), Vec::new());
     for index in 0..arguments.warmup + arguments.steps {
@@ -74,14 +74,17 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<Found> {
     let ms = median(step_ms.clone()).context("--steps is at least 1")?;
     let memory = trainer.device_memory()?.context("the trainer does not run on a GPU")?;
     let tokens_per_second = step.tokens() as f64 / ms * 1e3;
-    let flops_per_token = step.model_flops(&sized.planned) / step.tokens() as f64;
+    let arithmetic = step.arithmetic()?;
+    let flops_per_token = arithmetic.required / step.tokens() as f64;
     let peak_flops = arguments.peak.flops(&card.card, step.dtype);
     let mfu = peak_flops.map(|peak| tokens_per_second * flops_per_token / peak);
     let trainer_bytes = trainer.report().arena_bytes;
+    let recomputed = arithmetic.recomputed(trainer.report().flops_per_step);
     let text = format!(
         "{card}: micro-batch {} × {} in {}, {ms:.2} ms per step (median of {})\n\
          {tokens_per_second:.0} tokens/s, MFU {}\n\
-         {trainer_bytes} bytes of arena{}; {} bytes in use on the device, by all processes",
+         {trainer_bytes} bytes of arena{}, with {:.2}% of the arithmetic recomputed; {} bytes in use on the device, by \
+         all processes",
         step.micro_batch,
         step.sequence,
         step.dtype,
@@ -90,12 +93,13 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<Found> {
             || "unknown: give this device's peak with --peak-tflops".into(),
             |mfu| format!("{:.1}%", mfu * 100.0)
         ),
-        sized.budget_bytes.map_or_else(String::new, |budget| format!(" within {budget}")),
+        step.budget_bytes.map_or_else(String::new, |budget| format!(" within {budget}")),
+        100.0 * recomputed,
         memory.in_use,
     );
     let figures = Figures {
         card,
-        sized,
+        step,
         tokens_per_second,
         step_ms,
         losses,
@@ -103,29 +107,8 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<Found> {
         peak_flops,
         mfu,
         trainer_bytes,
+        recomputed,
         memory,
     };
     Found::new(true, text, &figures)
-}
-
-impl Arguments {
-    /// Returns the trainer to measure. The trainer can also evaluate and generate in the same arena, which may need
-    /// more memory than the step, for example for the logits of a short batch. Only the step must fit the budget when
-    /// the micro-batch is chosen.
-    fn trainer(&self) -> anyhow::Result<(Sized, Trainer)> {
-        let sized = match (self.micro_batch, self.budget) {
-            (Some(micro_batch), _) => self.shape.sized(micro_batch)?,
-            (None, Some(budget)) => self.shape.largest(budget)?,
-            (None, None) => anyhow::bail!("give --budget or --micro-batch"),
-        };
-        let trainer = sized.step.trainer(self.device.choice())?;
-        let bytes = trainer.report().arena_bytes;
-        if let Some(budget) = sized.budget_bytes {
-            anyhow::ensure!(
-                bytes <= budget,
-                "the trainer's evaluation and sampling take {bytes} bytes, but the budget is {budget}"
-            );
-        }
-        Ok((sized, trainer))
-    }
 }

@@ -501,7 +501,10 @@ impl Writer<'_> {
             Some(u64::from(self.operands.accumulates(index)) << output)
         };
         let outs = [self.output(member, 0)?, self.output(member, 1)?];
-        OnePass::of(&self.operands.inputs[x], &outs, adds(0)? | adds(1)?, self.operands).map(Some)
+        // The only other operation may be the addition of another gradient.
+        let mut each = self.members.iter().filter(|member| matches!(member.fusible, Fusible::Each { .. }));
+        let is_light = each.next().is_none_or(|member| member.name == "add") && each.next().is_none();
+        OnePass::of(&self.operands.inputs[x], &outs, adds(0)? | adds(1)?, is_light, self.operands).map(Some)
     }
 
     /// Returns the operand in which a member's output is stored, or `None` if the output is not stored.

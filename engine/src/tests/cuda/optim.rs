@@ -72,7 +72,7 @@ fn updates_of_many_parameters() {
     let ways = [(f32, f32, 2.5), (bf16, bf16, 0.5), (bf16, f32, 2.5), (f32, f32, f64::NAN), (f32, f32, f64::INFINITY)];
     for &(dtype, sums, norm) in few(&ways, 2) {
         let norm_at = Region::of(&[norm], DType::F32);
-        let counts: Vec<usize> = (0..62).map(|i| if i == 2 { 5000 } else { 1 + 13 * i }).collect();
+        let counts: Vec<usize> = (0..62).map(|i| if i == 2 { 5000 } else { 1 + 5 * i }).collect();
         let make = |seed: u64, dtype| -> Vec<Region> {
             counts.iter().zip(0..).map(|(&n, i)| Region::of(&stored(n, seed + i, dtype).data, dtype)).collect()
         };

@@ -177,7 +177,7 @@ KERNEL(side_by_side, GlobalNormArguments) {
     if (i < arguments.count) arguments.sorted[i] = at(arguments, i);
 }
 
-// Returns the sum over all threads of `own`. The result is in the first thread.
+// Returns the sum over all threads of `own` in the first thread, and 0 in all others.
 __device__ __forceinline__ f64 sum_threads(f64 own, f64* sums) {
     __syncthreads(); // Other threads may still read the values of the previous sum.
     sums[threadIdx.x] = own;
@@ -185,7 +185,7 @@ __device__ __forceinline__ f64 sum_threads(f64 own, f64* sums) {
         __syncthreads();
         if (threadIdx.x < distance) sums[threadIdx.x] += sums[threadIdx.x + distance];
     }
-    return sums[0];
+    return threadIdx.x == 0 ? sums[0] : 0.0; // Only the first thread may read what it wrote last.
 }
 
 // Computes the square root of the sum of all values. The values are sorted by size first. The order of additions

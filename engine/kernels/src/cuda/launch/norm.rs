@@ -198,18 +198,25 @@ pub(in crate::cuda) struct OnePass {
     pub(in crate::cuda) blocks: RowBlocks,
 }
 
-/// Returns the bounds for a block of this many threads, which hold `chunks` packs of a row each: the number of threads,
-/// and the number of blocks that a multiprocessor should hold. With one pack, a thread needs up to 80 registers, so 768
-/// threads fit. For rows of 768 bf16 elements, 512 pieces then fit on 132 multiprocessors at once.
-fn bounds_of(threads: u64, chunks: u64) -> [u64; 2] {
-    let resident = if chunks == 1 { 768 } else { 512 };
+/// Returns the bounds for a block of this many threads: the number of threads, and the number of blocks that a
+/// multiprocessor should hold. A thread of a kernel that is `light` gets by with 80 registers, so 768 threads fit. For
+/// rows of 768 bf16 elements, 512 pieces then fit on 132 multiprocessors at once.
+fn bounds_of(threads: u64, is_light: bool) -> [u64; 2] {
+    let resident = if is_light { 768 } else { 512 };
     [threads, (resident / threads).max(1)]
 }
 
 impl OnePass {
     /// Plans the pass over the rows x, for the gradients `outs` of weight and bias. Returns `None` if the rows do not
-    /// fit into registers, or if the sums cannot be stored in `outs`.
-    pub(in crate::cuda) fn of(x: &Operand, outs: &[Operand], accumulate: u64, operands: &Operands<'_>) -> Option<Self> {
+    /// fit into registers, or if the sums cannot be stored in `outs`. The kernel is light if the operations that it
+    /// fuses need few registers.
+    pub(in crate::cuda) fn of(
+        x: &Operand,
+        outs: &[Operand],
+        accumulate: u64,
+        is_light: bool,
+        operands: &Operands<'_>,
+    ) -> Option<Self> {
         let (pieces, shares) = pieces(x.dims(), x.dtype);
         let fold = Fold::new(pieces, x.dtype, outs, operands, accumulate)?;
         let row_threads = grad_threads(x.packs());
@@ -223,7 +230,7 @@ impl OnePass {
             shared_bytes: 2 * rows as u32 * FOLD_BYTES + of_shares as u32,
             tickets: fold.tickets(1)?,
         };
-        let bounds = bounds_of(row_threads * shares, chunks);
+        let bounds = bounds_of(row_threads * shares, is_light && chunks == 1);
         (x.packs() <= chunks * row_threads).then_some(Self { chunks, rows, bounds, fold: fold.words(), blocks })
     }
 }
