@@ -10,7 +10,7 @@ use gapless_parallel::{
 use schemars::{JsonSchema, Schema, SchemaGenerator};
 use serde::{Deserialize, Serialize};
 
-use super::StepOptions;
+use super::{StepOptions, text};
 use crate::error::{Error, Result};
 use crate::partition::StagePartition;
 
@@ -43,10 +43,12 @@ struct PipelineConfig {
     /// The number of stages per rank. The default is 1, or 2 for V-shaped schedules.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     chunks: Option<usize>,
-    /// The paths of the layers at which stages begin, except for the first stage: `["h.4", "h.8"]` makes three stages.
-    /// By default, the stages are balanced by time.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    cut: Vec<String>,
+    /// The stage boundaries. `"balanced"` minimizes the time of the slowest stage. `"equal"` gives all stages the same
+    /// number of layers, as Megatron does. A list has the paths of the layers at which stages begin, except for the
+    /// first stage: `["h.4", "h.8"]` makes three stages.
+    #[serde(default, skip_serializing_if = "StagePartition::is_balanced", with = "text::cut")]
+    #[schemars(schema_with = "text::cut::schema")]
+    cut: StagePartition,
 }
 
 fn usual_schedule() -> String {
@@ -55,10 +57,6 @@ fn usual_schedule() -> String {
 
 impl From<Pipeline> for PipelineConfig {
     fn from(Pipeline { schedule, chunks, cut }: Pipeline) -> Self {
-        let cut = match cut {
-            StagePartition::Balanced => Vec::new(),
-            StagePartition::Before(layers) => layers,
-        };
         Self { schedule: schedule.name().to_owned(), chunks: Some(chunks), cut }
     }
 }
@@ -72,7 +70,6 @@ impl TryFrom<PipelineConfig> for Pipeline {
             Placement::Loop => 1,
             Placement::V => 2,
         };
-        let cut = if cut.is_empty() { StagePartition::Balanced } else { StagePartition::Before(cut) };
         Ok(Self { schedule: schedule.into(), chunks: chunks.unwrap_or(usual), cut })
     }
 }
