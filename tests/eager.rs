@@ -181,6 +181,27 @@ fn mixtures_have_rules() {
     check("lowering = 'eager-amp'\nprecision = 'bf16'\nrecompute = 'layers'");
 }
 
+/// Stages that are balanced by time meet inside mixtures of experts. The program of an eager framework runs a mixture as
+/// one function, so the mixture belongs to one stage.
+#[test]
+fn mixtures_are_not_split_between_chunks() {
+    let moe = "moe:llama.vocabulary=64,llama.layers=6,llama.heads=2,llama.kv_heads=2,llama.width=32,router.experts=4,router.top_k=2,\
+               expert_hidden=64";
+    for chunks in [2, 3] {
+        let text = format!(
+            "model = '{moe}'\nbatch = 8\nmicro_batches = 4\nsequence = 16\npipeline_ranks = 2\nschedule = 'interleaved'\n\
+             chunks = {chunks}\nlowering = 'eager'"
+        );
+        let cut = |cut: &str| {
+            let step = step(&format!("{text}\n{cut}")).unwrap();
+            let graph = step.record().unwrap();
+            (0..2).map(|rank| Requests::new(&step.eager(&graph, rank).unwrap()).peak_live()).collect::<Vec<u64>>()
+        };
+        let (balanced, equal) = (cut(""), cut("cut = 'equal'"));
+        assert!(balanced.iter().chain(&equal).all(|&bytes| bytes > 0), "{balanced:?} {equal:?}");
+    }
+}
+
 #[test]
 fn operations_without_a_rule_are_named() {
     let check = |text: &str, expected: &str| {
