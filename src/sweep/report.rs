@@ -87,7 +87,7 @@ pub(super) fn page(sweep: &Sweep, rows: &[Row], throughput: &[Throughput]) -> St
     let page = Page {
         title: &sweep.title,
         device: first.map_or("", |step| &step.device.name),
-        capacity: sweep.options.capacity.or(first.map(|step| step.device.arena_bytes())).unwrap_or(0),
+        capacity: sweep.options.capacity.or(first.map(Step::device_bytes)).unwrap_or(0),
         varied: &sweep.varied,
         allocators,
         menus: &sweep.menus,

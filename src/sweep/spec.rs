@@ -193,6 +193,17 @@ impl Sweep {
     }
 }
 
+impl Sweep {
+    /// Returns a digest of the keys of all rows.
+    pub fn digest(&self) -> String {
+        let mut hasher = blake3::Hasher::new();
+        for configuration in &self.configurations {
+            hasher.update(configuration.key.as_bytes());
+        }
+        hasher.finalize().to_hex()[..16].to_owned()
+    }
+}
+
 /// Prefixes the key of an error with its table, and finds its line.
 fn in_table(error: ConfigError, text: &str, table: &str) -> ConfigError {
     let ConfigError::Value { key, line: None, why, remedy } = error else { return error };

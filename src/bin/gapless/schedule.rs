@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use anyhow::{Context, bail};
+use gapless::step::Origin;
 use gapless::timeline;
 use gapless_parallel::{
     Automatic, Cell, Costs, Interleaved, Placement, Saved, Schedule, SearchedZb, SearchedZbv, Sends, Shape, Timeline,
@@ -157,7 +158,8 @@ fn show(arguments: &Arguments) -> anyhow::Result<Vec<Violation>> {
         tell("gapless schedule: this table needs buffered sends; --communicate inserts messages that do not");
     }
     let timeline = simulate(&table, &costs[..])?;
-    write_output(arguments, &title, &extent, &table, &timeline, "ticks")?;
+    let origin = Origin::new(None);
+    write_output(arguments, (&title, &origin), &extent, &table, &timeline, "ticks")?;
     Ok(violations)
 }
 
@@ -190,14 +192,15 @@ fn of_model(arguments: &Arguments) -> anyhow::Result<Vec<Violation>> {
     let table: Vec<Vec<Cell>> =
         timing.timeline.ranks.iter().map(|spans| spans.iter().map(|span| span.cell).collect()).collect();
     let title = format!("{} under {} on {}", step.title(), step.options.pipeline.schedule.name(), step.device.name);
-    write_output(arguments, &title, &Extent::of(&table)?, &table, &timing.timeline, "ns")?;
+    let origin = Origin::new(Some(&step));
+    write_output(arguments, (&title, &origin), &Extent::of(&table)?, &table, &timing.timeline, "ns")?;
     Ok(Vec::new())
 }
 
 /// Writes the files and prints the text that the arguments ask for.
 fn write_output(
     arguments: &Arguments,
-    title: &str,
+    (title, origin): (&str, &Origin),
     extent: &Extent,
     table: &[Vec<Cell>],
     timeline: &Timeline,
@@ -212,7 +215,7 @@ fn write_output(
     write(&arguments.trace, &|| timeline.trace())?;
     let text = match arguments {
         Arguments { csv: true, .. } => write_table(table),
-        Arguments { json: true, .. } => json(title, extent, table, timeline) + "\n",
+        Arguments { json: true, .. } => json((title, unit, origin), extent, table, timeline) + "\n",
         _ => text(title, extent, timeline, arguments.width, unit),
     };
     print(|out| out.write_all(text.as_bytes()))
@@ -401,7 +404,12 @@ fn has_messages(table: &[Vec<Cell>]) -> bool {
     table.iter().flatten().any(|cell| matches!(cell, Cell::Communicate(message) if message.micro_batch.is_some()))
 }
 
-fn json(title: &str, extent: &Extent, table: &[Vec<Cell>], timeline: &Timeline) -> String {
+fn json(
+    (title, unit, origin): (&str, &str, &Origin),
+    extent: &Extent,
+    table: &[Vec<Cell>],
+    timeline: &Timeline,
+) -> String {
     let spans = timeline.ranks.iter().map(|spans| {
         let span = |span: &gapless_parallel::Span| {
             serde_json::json!({"cell": span.cell.to_string(), "start": span.start, "end": span.end})
@@ -409,8 +417,11 @@ fn json(title: &str, extent: &Extent, table: &[Vec<Cell>], timeline: &Timeline) 
         spans.iter().map(span).collect::<Vec<_>>()
     });
     let table: Vec<Vec<String>> = table.iter().map(|row| row.iter().map(Cell::to_string).collect()).collect();
-    serde_json::json!({
+    let mut json = serde_json::json!({
+        "version": origin.version,
+        "commit": origin.commit,
         "name": title,
+        "unit": unit,
         "ranks": extent.ranks,
         "stages": extent.stages,
         "micro_batches": extent.micro_batches,
@@ -420,8 +431,11 @@ fn json(title: &str, extent: &Extent, table: &[Vec<Cell>], timeline: &Timeline) 
         "bubble": (0..extent.ranks).map(|rank| timeline.bubble(rank)).collect::<Vec<_>>(),
         "bubble_share": timeline.bubble_share(),
         "peak": (0..extent.ranks).map(|rank| timeline.peak(rank)).collect::<Vec<_>>(),
-    })
-    .to_string()
+    });
+    if let Some(step) = &origin.step {
+        json["step"] = step.as_str().into();
+    }
+    json.to_string()
 }
 
 fn text(title: &str, extent: &Extent, timeline: &Timeline, width: usize, unit: &str) -> String {

@@ -5,13 +5,15 @@ const ms = (n) => (n >= 1000 ? (n / 1000).toFixed(2) + " s" : n.toFixed(n < 10 ?
 const color = (index) => `var(--c${index % 8})`;
 const shown = new Set(data.allocators.keys());
 // The rows of the menu that is shown.
-let menu, rows, planned, exact, replayed;
+let menu, rows, planned, exact, replayed, everywhere;
 function show(index) {
   menu = index;
   rows = data.rows.filter((row) => row.menus.includes(index));
   planned = rows.filter((row) => row.reserved[0] !== null);
   exact = rows.filter((row) => row.exact);
   replayed = exact.filter((row) => row.reserved.some((bytes) => bytes !== null));
+  // The rows that were planned and replayed through every allocator. Only these are counted.
+  everywhere = rows.filter((row) => row.reserved.every((bytes) => bytes !== null));
 }
 let chosen = null;
 // Steps with the same number of tokens are compared by step time, others by time per token.
@@ -256,9 +258,9 @@ function fits() {
   for (const budget of budgets) {
     const line = element(body, "tr");
     element(line, "td", {}, gib(budget));
-    const ours = planned.filter((row) => row.reserved[0] <= budget);
     for (const index of here) {
-      const inside = rows.filter((row) => row.reserved[index] !== null && row.reserved[index] <= budget);
+      const fitting = (list, index) => list.filter((row) => row.reserved[index] !== null && row.reserved[index] <= budget);
+      const inside = fitting(rows, index);
       const cell = element(line, "td", inside.length ? {} : { class: "none" });
       if (!inside.length) {
         cell.textContent = "nothing fits";
@@ -268,11 +270,12 @@ function fits() {
       const link = element(cell, "a", { tabindex: 0, role: "button", title: values(best) }, timeText(best));
       link.onclick = () => choose(best);
       link.onkeydown = (event) => event.key === "Enter" && choose(best);
-      const largest = Math.max(...inside.map((row) => row.micro_batch));
-      element(cell, "small", {}, `${inside.length} fit, micro-batch ${largest}`);
+      const counted = fitting(everywhere, index);
+      const largest = counted.length ? `, micro-batch ${Math.max(...counted.map((row) => row.micro_batch))}` : "";
+      element(cell, "small", {}, `${counted.length} of ${everywhere.length} fit${largest}`);
       if (index) {
-        const only = ours.filter((row) => row.reserved[index] > budget).length;
-        const slower = (time(best) / time(ours.reduce(faster, best)) - 1) * 100;
+        const only = fitting(everywhere, 0).filter((row) => row.reserved[index] > budget).length;
+        const slower = (time(best) / time(fitting(rows, 0).reduce(faster, best)) - 1) * 100;
         element(cell, "small", {}, `${only} only planned` + (slower >= 0.05 ? `, ${slower.toFixed(1)} % slower` : ""));
       }
     }
