@@ -31,6 +31,10 @@ const extent = (numbers, part = 0.04) => {
   const room = (high - low || high || 1) * part;
   return { from: Math.max(0, low - room), to: high + room };
 };
+// The dashes of line `index`: lines that share a color have different dashes.
+const dashes = (index) => ["", "6 3", "2 3"][index % 3];
+// The legend entries and the names of the allocators that are shown.
+const allocators = () => [...shown].sort((a, b) => a - b).map((index) => [data.allocators[index], color(index), ""]);
 const values = (row) => data.varied.map((key, index) => `${key} ${row.values[index] || "none"}`).join(", ");
 const group = (list, by) => list.reduce((map, item) => map.set(by(item), [...(map.get(by(item)) || []), item]), new Map());
 
@@ -99,11 +103,17 @@ function memoryTime() {
     height: 460,
   });
   dots(at, planned.map((row) => [row.reserved[0] / GIB, time(row)]), "var(--quiet)", 3, 0.4);
-  [...shown].sort((a, b) => b - a).forEach((index) => {
+  const here = [...shown].sort((a, b) => a - b);
+  here.toReversed().forEach((index) => {
     const points = front(index).filter((row) => row.reserved[index] <= most).map((row) => [row.reserved[index] / GIB, time(row)]);
     steps(at, points, color(index));
     dots(at, points, color(index), 5, 1);
   });
+  legend(at, [["all plans", "var(--quiet)"], ...allocators()]);
+  const fronts = here.flatMap((index) => front(index).map((row) => [data.allocators[index], row.reserved[index], time(row), values(row)]));
+  exports(box, at, "memory-time", ["front", "bytes", perToken ? "us_per_token" : "step_ms", "configuration"], [
+    ...fronts, ...planned.map((row) => ["all plans", row.reserved[0], time(row), values(row)]),
+  ]);
   const limit = data.capacity / GIB;
   if (at.x(limit) < at.right && at.x(limit) > at.left) {
     element(at.svg, "path", { class: "limit", d: `M${at.x(limit)} ${at.top}V${at.bottom}` });
@@ -127,22 +137,18 @@ function bubble() {
     x: { ...extent(rows.map((row) => row.live / GIB).filter((n) => n <= most)), name: "limit, GiB" },
     y: { from: 0, to: Math.max(...rows.map((row) => row.bubble * 100), 1) * 1.04, name: "bubble, %" },
   });
-  const legend = [];
+  const [named, lines] = [[], []];
   schedules.forEach(([name, list], index) => {
     let best = Infinity;
     const sorted = [...list].sort((a, b) => a.live - b.live || a.bubble - b.bubble);
     const points = sorted.filter((row) => row.live / GIB <= most && row.bubble < best && ((best = row.bubble), true));
-    const dash = ["", "6 3", "2 3"][Math.floor(index / 8) % 3];
+    const dash = dashes(Math.floor(index / 8));
     steps(at, points.map((row) => [row.live / GIB, row.bubble * 100]), color(index), dash);
-    if (points.length) legend.push([name, index, best]);
+    if (points.length) named.push([`${name} ${(best * 100).toFixed(1)} %`, color(index), dash, best]);
+    lines.push(...points.map((row) => [name, row.live, row.exact ? "exact" : "lower bound", row.bubble, values(row)]));
   });
-  const box = element(document.querySelector("#bubble .plot"), "p", { style: "display:flex;flex-wrap:wrap;gap:2px 14px;margin-top:6px" });
-  for (const [name, index, best] of legend.sort((a, b) => a[2] - b[2])) {
-    const entry = element(box, "span", { style: "display:flex;align-items:center;gap:6px" });
-    const style = ["solid", "dashed", "dotted"][Math.floor(index / 8) % 3];
-    element(entry, "i", { style: `height:0;width:18px;border-radius:0;border-top:2px ${style} ${color(index)}` });
-    entry.append(`${name} ${(best * 100).toFixed(1)} %`);
-  }
+  legend(at, named.sort((a, b) => a[3] - b[3]));
+  exports(document.querySelector("#bubble .plot"), at, "bubble", ["schedule", "live_bytes", "bytes_are", "bubble", "configuration"], lines);
 }
 
 function estimate() {
@@ -153,15 +159,15 @@ function estimate() {
   const at = plot(box, { x: axis("peak live bytes, GiB"), y: axis("formula, GiB") });
   element(at.svg, "path", { class: "limit", d: `M${at.x(low)} ${at.y(low)}L${at.x(high)} ${at.y(high)}` });
   const series = [["bytes per parameter", "formula", 0], ["Megatron's estimator", "megatron", 1]];
-  const legend = element(box, "p", { style: "display:flex;flex-wrap:wrap;gap:2px 14px;margin-top:6px" });
-  for (const [name, key, index] of series) {
+  const named = series.map(([name, key, index]) => {
     dots(at, exact.map((row) => [row.live / GIB, row[key] / GIB]), color(index), 3.5, 0.6);
     const ratios = exact.map((row) => row[key] / row.live).sort((a, b) => a - b);
-    const entry = element(legend, "span", { style: "display:flex;align-items:center;gap:6px" });
-    element(entry, "i", { style: `background:${color(index)}` });
     const [least, median, most] = [0, 0.5, 1].map((part) => ratios[Math.round((ratios.length - 1) * part)] ?? 0);
-    entry.append(`${name}: median ${median.toFixed(2)} × (${least.toFixed(2)} to ${most.toFixed(2)})`);
-  }
+    return [`${name}: median ${median.toFixed(2)} × (${least.toFixed(2)} to ${most.toFixed(2)})`, color(index)];
+  });
+  legend(at, named);
+  const lines = exact.map((row) => [row.live, row.formula, row.megatron, values(row)]);
+  exports(box, at, "estimate", ["live_bytes", "formula_bytes", "megatron_bytes", "configuration"], lines);
 }
 
 // Means and ranges of live ÷ reserved bytes, grouped by a property.
@@ -176,7 +182,8 @@ function efficiency(id, name, by, order) {
     y: { from: low, to: 100 + (100 - low) * 0.03, name: "live ÷ reserved, %" },
     names: groups.map(([key]) => `${key}`),
   });
-  groups.forEach(([, list], slot) => {
+  const lines = [];
+  groups.forEach(([key, list], slot) => {
     here.forEach((index, place) => {
       const found = list.filter((row) => row.reserved[index] !== null).map((row) => part(row, index));
       if (!found.length) return;
@@ -185,8 +192,12 @@ function efficiency(id, name, by, order) {
       element(at.svg, "path", { d: `M${x} ${at.y(least)}V${at.y(most)}`, stroke: color(index), "stroke-width": 2, "stroke-opacity": 0.5 });
       const dot = element(at.svg, "circle", { cx: x, cy: at.y(mean), r: 4, fill: color(index) });
       element(dot, "title", {}, `${data.allocators[index]}: ${mean.toFixed(2)} % (${least.toFixed(2)} to ${most.toFixed(2)}), ${found.length} configurations`);
+      lines.push([key, data.allocators[index], found.length, mean, least, most]);
     });
   });
+  legend(at, here.map((index) => [data.allocators[index], color(index)]));
+  const head = [name || "technique", "allocator", "configurations", "mean_percent", "least_percent", "most_percent"];
+  exports(document.querySelector(`#${id} .plot`), at, id, head, lines);
 }
 
 // Draws a table of text.
@@ -220,20 +231,15 @@ function throughput() {
     x: { ...extent(data.throughput.map((of) => of.budget / GIB), 0), name: "budget, GiB" },
     y: { ...extent(found), name: "tokens per second" },
   });
-  const dash = ["", "6 3", "2 3"];
   data.menus.forEach((_, which) => {
     for (const index of [...shown].sort((a, b) => b - a)) {
       const points = data.throughput.map((of) => [of.budget / GIB, of.tokens_per_second[which][index]]).filter(([, n]) => n !== null);
-      steps(at, points, color(index), dash[which % 3]);
+      steps(at, points, color(index), dashes(which));
     }
   });
-  const legend = element(document.querySelector("#throughput .plot"), "p", { style: "display:flex;flex-wrap:wrap;gap:2px 14px;margin-top:6px" });
-  data.menus.forEach((name, which) => {
-    const entry = element(legend, "span", { style: "display:flex;align-items:center;gap:6px" });
-    const style = ["solid", "dashed", "dotted"][which % 3];
-    element(entry, "i", { style: `height:0;width:18px;border-radius:0;border-top:2px ${style} var(--quiet)` });
-    entry.append(`menu ${name}`);
-  });
+  legend(at, [...allocators(), ...data.menus.map((name, which) => [`menu ${name}`, "var(--quiet)", dashes(which)])]);
+  const budgets = data.throughput.flatMap((of) => data.menus.map((name, which) => [of.budget, name, ...of.tokens_per_second[which]]));
+  exports(document.querySelector("#throughput .plot"), at, "throughput", ["budget_bytes", "menu", ...data.allocators], budgets);
   const head = ["allocator", "menu", "budgets", "of these without a gain", "budgets where only plans fit", "gain, mean", "gain, maximum"];
   const line = (of) => [
     of.allocator, of.menu, of.budgets, of.without, of.only_planned, percent(of.mean, 1), percent(of.most, 1) + (of.most > 0 ? ` at ${gib(of.most_at)}` : ""),
