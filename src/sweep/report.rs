@@ -16,12 +16,16 @@ use super::summary::{self, Fragmentation, Gain, Throughput};
 use super::{Configuration, Row, Sweep};
 use crate::page;
 use crate::run::{NAMES, key_of};
-use crate::step::Step;
+use crate::step::{Origin, Step};
 use crate::{Recompute, StepOptions};
 
 /// The JSON in the page's data element.
 #[derive(Serialize)]
 struct Page<'a> {
+    #[serde(flatten)]
+    origin: Origin,
+    /// Digest of the sweep's configurations.
+    sweep: String,
     title: &'a str,
     device: &'a str,
     capacity: u64,
@@ -85,6 +89,8 @@ pub(super) fn page(sweep: &Sweep, rows: &[Row], throughput: &[Throughput]) -> St
     }
     let first = sweep.configurations.iter().find_map(|configuration| configuration.step.as_ref().ok());
     let page = Page {
+        origin: Origin::new(None),
+        sweep: sweep.digest(),
         title: &sweep.title,
         device: first.map_or("", |step| &step.device.name),
         capacity: sweep.options.capacity.or(first.map(Step::device_bytes)).unwrap_or(0),

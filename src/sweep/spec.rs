@@ -396,7 +396,7 @@ fn is_one_of(here: Option<&Value>, value: &Value) -> bool {
 /// leaves out a device that is measured, because its measurements differ each time.
 fn digest(keys: &Table, step: &Result<Step, String>, file: &File) -> String {
     let read = match step {
-        Ok(step) => format!("{} {:?}", step.graph_key(), (!step.device.is_measured()).then_some(&step.device)),
+        Ok(step) => format!("{} {:?}", step.digest(), (!step.device.is_measured()).then_some(&step.device)),
         Err(why) => why.clone(),
     };
     let options = Table::try_from(&file.sweep).expect("keys and plain values are TOML");

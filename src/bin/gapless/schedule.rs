@@ -34,7 +34,7 @@ pub struct Arguments {
     /// in nanoseconds.
     #[arg(group = "input", value_name = "NAME|RUN.toml")]
     name: Option<String>,
-    /// A table of your own instead: PyTorch's CSV, one row per rank.
+    /// A table of your own instead: PyTorch's CSV, one row per rank. With --model, the step of the model is shown in this order.
     #[arg(long, value_name = "FILE.csv", group = "input")]
     table: Option<PathBuf>,
     /// For interleaved: the number of micro-batches that pass one chunk before the next (Megatron's micro-batch group
@@ -136,8 +136,10 @@ pub fn run(arguments: &Arguments) -> ExitCode {
 /// Checks a table and shows it, or shows the step of a run. If the checker rejects the table, returns the violations,
 /// and does not show the table. Otherwise returns an empty list.
 fn show(arguments: &Arguments) -> anyhow::Result<Vec<Violation>> {
-    if arguments.table.is_some() && !arguments.run.is_empty() {
-        bail!("keys of a run have no effect on --table; leave the keys out");
+    if arguments.table.is_some() && !arguments.run.is_empty() && !arguments.run.has("model") {
+        bail!(
+            "keys of a run have no effect on --table; leave the keys out, or give a --model whose step has this order"
+        );
     }
     if arguments.run.names_a_run(file(arguments)) {
         return of_model(arguments);
@@ -176,6 +178,16 @@ fn keys(arguments: &Arguments) -> anyhow::Result<RunArguments> {
             bail!("the schedule is given twice; leave --schedule out");
         }
         keys.assign("pipeline.schedule", name);
+    }
+    if let Some(path) = &arguments.table {
+        if keys.has("schedule") {
+            bail!("--table is the schedule; leave --schedule out");
+        }
+        let path = path.to_str().context("the path of --table is not UTF-8")?;
+        if !path.ends_with(".csv") {
+            bail!("{path} is not the path of a table for a model; its name must end in .csv");
+        }
+        keys.assign("pipeline.schedule", path);
     }
     Ok(keys)
 }

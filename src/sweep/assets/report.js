@@ -31,6 +31,9 @@ const extent = (numbers, part = 0.04) => {
   const room = (high - low || high || 1) * part;
   return { from: Math.max(0, low - room), to: high + room };
 };
+// Adds links that save a plot. Each line of the CSV ends with the origin of the data.
+const save = (box, at, name, head, lines) =>
+  exports(box, at, name, [...head, "version", "commit", "sweep"], lines.map((line) => [...line, data.version, data.commit, data.sweep]));
 // The dashes of line `index`: lines that share a color have different dashes.
 const dashes = (index) => ["", "6 3", "2 3"][index % 3];
 // The legend entries and the names of the allocators that are shown.
@@ -111,7 +114,7 @@ function memoryTime() {
   });
   legend(at, [["all plans", "var(--quiet)"], ...allocators()]);
   const fronts = here.flatMap((index) => front(index).map((row) => [data.allocators[index], row.reserved[index], time(row), values(row)]));
-  exports(box, at, "memory-time", ["front", "bytes", perToken ? "us_per_token" : "step_ms", "configuration"], [
+  save(box, at, "memory-time", ["front", "bytes", perToken ? "us_per_token" : "step_ms", "configuration"], [
     ...fronts, ...planned.map((row) => ["all plans", row.reserved[0], time(row), values(row)]),
   ]);
   const limit = data.capacity / GIB;
@@ -148,7 +151,7 @@ function bubble() {
     lines.push(...points.map((row) => [name, row.live, row.exact ? "exact" : "lower bound", row.bubble, values(row)]));
   });
   legend(at, named.sort((a, b) => a[3] - b[3]));
-  exports(document.querySelector("#bubble .plot"), at, "bubble", ["schedule", "live_bytes", "bytes_are", "bubble", "configuration"], lines);
+  save(document.querySelector("#bubble .plot"), at, "bubble", ["schedule", "live_bytes", "bytes_are", "bubble", "configuration"], lines);
 }
 
 function estimate() {
@@ -167,15 +170,15 @@ function estimate() {
   });
   legend(at, named);
   const lines = exact.map((row) => [row.live, row.formula, row.megatron, values(row)]);
-  exports(box, at, "estimate", ["live_bytes", "formula_bytes", "megatron_bytes", "configuration"], lines);
+  save(box, at, "estimate", ["live_bytes", "formula_bytes", "megatron_bytes", "configuration"], lines);
 }
 
 // Means and ranges of live ÷ reserved bytes, grouped by a property.
 function efficiency(id, name, by, order) {
-  const groups = [...group(replayed, by)].sort(order);
+  const groups = [...group(everywhere, by)].sort(order);
   const part = (row, index) => (100 * held(row, index)) / row.reserved[index];
   const here = [...shown].sort((a, b) => a - b);
-  const all = replayed.flatMap((row) => here.filter((index) => row.reserved[index] !== null).map((index) => part(row, index)));
+  const all = everywhere.flatMap((row) => here.map((index) => part(row, index)));
   const low = Math.floor(Math.min(...all, 99) / 5) * 5;
   const at = plot(document.querySelector(`#${id} .plot`), {
     x: { from: 0, to: groups.length || 1, name },
@@ -185,8 +188,7 @@ function efficiency(id, name, by, order) {
   const lines = [];
   groups.forEach(([key, list], slot) => {
     here.forEach((index, place) => {
-      const found = list.filter((row) => row.reserved[index] !== null).map((row) => part(row, index));
-      if (!found.length) return;
+      const found = list.map((row) => part(row, index));
       const x = at.x(slot + 0.15 + (0.7 * (place + 0.5)) / here.length);
       const [least, most, mean] = [Math.min(...found), Math.max(...found), found.reduce((a, b) => a + b) / found.length];
       element(at.svg, "path", { d: `M${x} ${at.y(least)}V${at.y(most)}`, stroke: color(index), "stroke-width": 2, "stroke-opacity": 0.5 });
@@ -197,7 +199,7 @@ function efficiency(id, name, by, order) {
   });
   legend(at, here.map((index) => [data.allocators[index], color(index)]));
   const head = [name || "technique", "allocator", "configurations", "mean_percent", "least_percent", "most_percent"];
-  exports(document.querySelector(`#${id} .plot`), at, id, head, lines);
+  save(document.querySelector(`#${id} .plot`), at, id, head, lines);
 }
 
 // Draws a table of text.
@@ -239,7 +241,7 @@ function throughput() {
   });
   legend(at, [...allocators(), ...data.menus.map((name, which) => [`menu ${name}`, "var(--quiet)", dashes(which)])]);
   const budgets = data.throughput.flatMap((of) => data.menus.map((name, which) => [of.budget, name, ...of.tokens_per_second[which]]));
-  exports(document.querySelector("#throughput .plot"), at, "throughput", ["budget_bytes", "menu", ...data.allocators], budgets);
+  save(document.querySelector("#throughput .plot"), at, "throughput", ["budget_bytes", "menu", ...data.allocators], budgets);
   const head = ["allocator", "menu", "budgets", "of these without a gain", "budgets where only plans fit", "gain, mean", "gain, maximum"];
   const line = (of) => [
     of.allocator, of.menu, of.budgets, of.without, of.only_planned, percent(of.mean, 1), percent(of.most, 1) + (of.most > 0 ? ` at ${gib(of.most_at)}` : ""),

@@ -4,9 +4,7 @@ use std::borrow::Cow;
 use std::fmt;
 use std::sync::Arc;
 
-use gapless_parallel::{
-    Action, Coordinate, Kind, Mesh, OneForwardOneBackward, Placement, Schedule, Shape, StageId, by_name,
-};
+use gapless_parallel::{Action, Coordinate, Kind, Mesh, OneForwardOneBackward, Schedule, Shape, StageId, by_name};
 use schemars::{JsonSchema, Schema, SchemaGenerator};
 use serde::{Deserialize, Serialize};
 
@@ -37,10 +35,11 @@ impl Default for Pipeline {
 #[derive(Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 struct PipelineConfig {
-    /// The name of the pipeline schedule; `gapless schedule --help` lists them.
+    /// The name of the pipeline schedule; `gapless schedule --help` lists them. A name that ends in `.csv` is the path of
+    /// a table, as `gapless schedule --csv` writes it.
     #[serde(default = "usual_schedule")]
     schedule: String,
-    /// The number of stages per rank. The default is 1, or 2 for V-shaped schedules.
+    /// The number of stages per rank. The default is 1, 2 for V-shaped schedules, and for a table its own number.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     chunks: Option<usize>,
     /// The stage boundaries. `"balanced"` minimizes the time of the slowest stage. `"equal"` gives all stages the same
@@ -57,7 +56,7 @@ fn usual_schedule() -> String {
 
 impl From<Pipeline> for PipelineConfig {
     fn from(Pipeline { schedule, chunks, cut }: Pipeline) -> Self {
-        Self { schedule: schedule.name().to_owned(), chunks: Some(chunks), cut }
+        Self { schedule: schedule.key(), chunks: Some(chunks), cut }
     }
 }
 
@@ -66,10 +65,7 @@ impl TryFrom<PipelineConfig> for Pipeline {
 
     fn try_from(PipelineConfig { schedule, chunks, cut }: PipelineConfig) -> Result<Self> {
         let schedule = by_name(&schedule)?;
-        let usual = match schedule.placement() {
-            Placement::Loop => 1,
-            Placement::V => 2,
-        };
+        let usual = schedule.usual_chunks() as usize;
         Ok(Self { schedule: schedule.into(), chunks: chunks.unwrap_or(usual), cut })
     }
 }
