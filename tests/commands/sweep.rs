@@ -62,7 +62,9 @@ fn fields(value: &Value, found: &mut BTreeSet<String>) {
         Value::Object(values) => {
             for (name, value) in values {
                 found.insert(name.clone());
-                if !["configuration", "reserved"].contains(&name.as_str()) && !(name == "roles" && value.is_object()) {
+                let is_map =
+                    ["configuration", "reserved"].contains(&name.as_str()) || name == "roles" && value.is_object();
+                if !is_map {
                     fields(value, found);
                 }
             }
