@@ -15,6 +15,7 @@ use gapless_engine::TrainError;
 use gapless_engine::compile::step::StepGraph;
 use gapless_engine::compile::{Error as CompileError, Executable, Program, table};
 
+use super::map::coarse_map;
 use super::row::Figures;
 use super::{Configuration, PlannedConfigurations, Row, Status, Sweep};
 use crate::run::key_of;
@@ -280,6 +281,8 @@ fn plan(step: &Step, programs: &[Program], can_be_on_front: bool, figures: &mut 
         figures.plans.push(executable.plan_hash().to_string());
         if figures.live_bytes[rank] == most {
             figures.roles = roles_at_peak(&executable);
+            let (problem, arena) = (executable.problem(), executable.arena_bytes());
+            figures.map = coarse_map(problem, &executable.solution().offsets, executable.labels(), arena);
         }
     }
     Ok(())
@@ -323,6 +326,7 @@ fn sketch(
         arena_bytes: Vec::new(),
         plans: Vec::new(),
         roles: BTreeMap::new(),
+        map: Vec::new(),
         allocated: 0,
         reserved: BTreeMap::new(),
         nanoseconds: timing.nanoseconds(),

@@ -30,6 +30,7 @@
 //! ```
 
 mod evaluate;
+mod map;
 mod report;
 mod row;
 mod spec;

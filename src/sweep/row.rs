@@ -67,6 +67,10 @@ pub struct Figures {
     pub plans: Vec<String>,
     /// Bytes at the peak of the fullest rank, by role.
     pub roles: BTreeMap<String, u64>,
+    /// A coarse memory map of the fullest rank's plan, over the ticks of the step and the bytes of the arena. Empty if the
+    /// step was not planned.
+    #[serde(default)]
+    pub map: Vec<String>,
     /// Peak of the live bytes in the tables that were replayed through allocators. If `lowering` selects an eager
     /// framework, these tables have the framework's lifetimes.
     pub allocated: u64,

@@ -311,10 +311,41 @@ function choose(row) {
   const columns = element(box, "div", { class: "columns" });
   bars(element(columns, "table"), "reserved", data.allocators.map((name, index) => [name, row.reserved[index], color(index)]));
   bars(element(columns, "table"), "at the fullest rank's peak", Object.entries(row.roles).map(([name, bytes]) => [name, bytes, "var(--accent)"]));
-  element(box, "p", { style: "margin-top:10px" }, "Commands for its memory maps and other formats:");
+  if (row.map.length) memoryMap(element(box, "div", { class: "plot" }), row);
+  element(box, "p", { style: "margin-top:10px" }, "The command for the exact memory maps of all ranks:");
   element(box, "code", {}, row.command);
   memoryTime();
   box.scrollIntoView({ block: "nearest" });
+}
+
+// The coarse memory map of the fullest rank's plan: time across, the arena from bottom to top.
+function memoryMap(box, row) {
+  const arena = row.reserved[0];
+  const at = plot(box, {
+    x: { from: 0, to: row.map.length, name: "memory map of the fullest rank: time of the step" },
+    y: { from: 0, to: arena / GIB, name: "offset, GiB" },
+    names: [],
+  });
+  const [seen, lines] = [new Map(), []];
+  row.map.forEach((column, index) => {
+    const runs = [...column.matchAll(/(\d+)(.)/g)].map(([, count, letter]) => [+count, letter]);
+    const cells = runs.reduce((sum, [count]) => sum + count, 0);
+    let from = 0;
+    for (const [count, letter] of runs) {
+      const to = from + count;
+      if (letter !== ".") {
+        const role = letter.charCodeAt(0) - 97;
+        const [top, bottom] = [to, from].map((cell) => at.y(((cell / cells) * arena) / GIB));
+        seen.set(role, (seen.get(role) ?? "") + `M${at.x(index).toFixed(1)} ${bottom.toFixed(1)}V${top.toFixed(1)}H${at.x(index + 1).toFixed(1)}V${bottom.toFixed(1)}z`);
+        lines.push([index, Math.round((from / cells) * arena), Math.round((to / cells) * arena), data.roles[role]]);
+      }
+      from = to;
+    }
+  });
+  const roles = [...seen].sort((a, b) => a[0] - b[0]);
+  for (const [role, d] of roles) element(at.svg, "path", { d, fill: color(role) });
+  legend(at, roles.map(([role]) => [data.roles[role], color(role)]));
+  save(box, at, "memory-map", ["column", "from_byte", "to_byte", "role"], lines);
 }
 
 function bars(table, title, entries) {
