@@ -181,6 +181,33 @@ fn mixtures_have_rules() {
     check("lowering = 'eager-amp'\nprecision = 'bf16'\nrecompute = 'layers'");
 }
 
+/// Stages that are balanced by time meet inside mixtures of experts. The program of an eager framework runs a mixture as
+/// one function, so the mixture belongs to one stage.
+#[test]
+fn mixtures_are_not_split_between_chunks() {
+    let moe = "moe:llama.vocabulary=64,llama.layers=5,llama.heads=8,llama.kv_heads=8,llama.width=1024,router.experts=8,router.top_k=2,\
+               expert_hidden=2048";
+    for chunks in [2, 3] {
+        let text = format!(
+            "model = '{moe}'\nbatch = 8\nmicro_batches = 4\nsequence = 128\npipeline_ranks = 2\nschedule = 'interleaved'\n\
+             chunks = {chunks}\nlowering = 'eager'"
+        );
+        let lasting = |text: &str| {
+            let step = step(text).unwrap();
+            let graph = step.record().unwrap();
+            let of_rank = |rank| {
+                let requests = Requests::new(&step.eager(&graph, rank).unwrap());
+                requests.persistent().iter().map(|&id| requests.bytes(id)).sum::<u64>()
+            };
+            of_rank(0) + of_rank(1)
+        };
+        // Every parameter is on one rank, wherever stages meet. Both ranks have rotary tables.
+        let one_chunk = text.replace(&format!("chunks = {chunks}"), "chunks = 1").replace("'interleaved'", "'1f1b'");
+        let [many, one] = [&text, &one_chunk].map(|text| lasting(text));
+        assert_eq!(many, one, "{chunks} chunks");
+    }
+}
+
 #[test]
 fn operations_without_a_rule_are_named() {
     let check = |text: &str, expected: &str| {

@@ -31,6 +31,10 @@ impl CostModel for Tiled {
     fn collective(&self, bytes: f64, can_hide: bool) -> u64 {
         self.0.collective(bytes, can_hide)
     }
+
+    fn offload(&self, bytes: u64) -> u64 {
+        self.0.offload(bytes)
+    }
 }
 
 /// Compares the step's time under this cost model with its time on the step's device.

@@ -32,7 +32,8 @@ impl Schedule for Eager1F1B {
 pub fn run(mut step: Step) -> Result<()> {
     let shape = step.shape();
     let table = Eager1F1B.table(&shape)?;
-    anyhow::ensure!(check(&table, shape.ranks, shape.micro_batches, Sends::Buffered).is_empty(), "it does not train");
+    let stages = shape.ranks * shape.chunks;
+    anyhow::ensure!(check(&table, stages, shape.micro_batches, Sends::Buffered).is_empty(), "it does not train");
     let mine: Arc<dyn Schedule + Send + Sync> = Arc::new(Eager1F1B);
     for schedule in [step.options.pipeline.schedule.clone(), mine] {
         step.options.pipeline.schedule = schedule;

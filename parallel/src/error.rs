@@ -35,8 +35,10 @@ pub enum Error {
         "a mesh of {data} data × {pipeline} pipeline × {expert} expert ranks is not valid; set each to at least 1, and their product below 2^64"
     )]
     Mesh { data: usize, pipeline: usize, expert: usize },
-    #[error("unknown schedule {name:?}; choose one of {known}")]
+    #[error("unknown schedule {name:?}; choose one of {known}, or the path of a table that ends in .csv")]
     Unknown { name: String, known: String },
+    #[error("{table}: {why}")]
+    Table { table: String, why: String },
     #[error("row {row}, cell {cell}: {text:?} is not {expected}")]
     Cell { row: usize, cell: usize, text: String, expected: &'static str },
 }

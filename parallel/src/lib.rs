@@ -56,8 +56,8 @@ pub use live_bytes::{LastReader, StageBytes};
 pub use mesh::{Coordinate, Mesh};
 pub use schedule::{
     Automatic, DualPipeV, GPipe, Interleaved, InterleavedZeroBubble, LayeredAccumulation, LoopedBreadthFirst,
-    ModularPipeline, OneForwardOneBackward, Placement, Saved, Schedule, SearchedZb, SearchedZbv, Shape, VHalf, VMin,
-    VOneForwardOneBackward, ZbH1, ZbH2, Zbv, all, by_name,
+    ModularPipeline, OneForwardOneBackward, Placement, Saved, Schedule, SearchedZb, SearchedZbv, Shape, Tabulated,
+    VHalf, VMin, VOneForwardOneBackward, ZbH1, ZbH2, Zbv, all, by_name,
 };
 pub use simulate::{Span, Stuck, Timeline, simulate};
 pub use table_text::{read_table, write_table};

@@ -11,18 +11,30 @@ use super::device::DeviceProfile;
 
 const MIB: u64 = 1 << 20;
 
-/// Bytes of the CUDA context for each multiprocessor, and bytes of all kernels of a step. An H200 (132 multiprocessors,
-/// driver 580.159.04) had a context of 554,500,096 bytes and kernels of 4,194,304 bytes in a training step of GPT-2;
-/// cuBLASLt and CUDA graphs took nothing (`benches/gpu/2026-11-26-h200.json`). The context grows with the number of
-/// multiprocessors: an RTX PRO 6000 with 188 has 555 MiB, and an RTX 4060 Ti with 34 has 107 MiB (llama.cpp, pull
+/// Bytes of the CUDA context for each multiprocessor. An H200 (132 multiprocessors, driver 580.159.04) had a context of
+/// 554,500,096 bytes in a training step of GPT-2 (`benches/gpu/2026-11-26-h200.json`). The context grows with the number
+/// of multiprocessors: an RTX PRO 6000 with 188 has 555 MiB, and an RTX 4060 Ti with 34 has 107 MiB (llama.cpp, pull
 /// request 23604), which is less for each than on the H200.
 const CONTEXT_BYTES: u64 = 554_500_096 / 132;
-const KERNEL_BYTES: u64 = 4_194_304;
 
-/// Returns the bytes that the CUDA context and the kernels take on a GPU with this many multiprocessors, rounded up to
-/// whole MiB.
-fn reserve(multiprocessors: u64) -> u64 {
-    (multiprocessors * CONTEXT_BYTES + KERNEL_BYTES).next_multiple_of(MIB)
+/// Bytes of all kernels of a step. Steps on an H200 had 4 to 6 MB. In the same steps cuBLASLt and CUDA graphs took
+/// nothing, because cuBLASLt's workspace is a part of the arena.
+const KERNEL_BYTES: u64 = 6 * MIB;
+
+/// Bytes of NCCL's buffers for each channel to another rank: 10 MiB to receive and 2 MiB to send. Eight H100s had 32
+/// channels for each pair (NVIDIA/nccl, issue 1685).
+const CHANNEL_BYTES: u64 = 12 * MIB;
+const MAX_CHANNELS: f64 = 32.0;
+
+/// Returns the bytes that the CUDA context takes on a GPU with this many multiprocessors, rounded up to whole MiB.
+fn context(multiprocessors: u64) -> u64 {
+    (multiprocessors * CONTEXT_BYTES).next_multiple_of(MIB)
+}
+
+/// Returns the bytes of NCCL's buffers for each rank with which a rank exchanges data. The number of channels is assumed
+/// to grow with the bandwidth of the link, up to the number on an H100.
+fn neighbor(link: f64) -> u64 {
+    (MAX_CHANNELS * link / NVLINK_4).ceil().clamp(1.0, MAX_CHANNELS) as u64 * CHANNEL_BYTES
 }
 
 /// Returns the total that CUDA is assumed to report for a total of `nvidia-smi`, in MiB.
@@ -38,16 +50,21 @@ fn gib(gib: f64) -> u64 {
 /// Returns all built-in profiles, in the order of the sizes on their datasheets.
 pub(super) fn all() -> [DeviceProfile; 13] {
     [t4(), v100_16(), a10(), l4(), rtx3090(), rtx4090(), a100_40(), a6000(), l40s(), a100_80(), h100(), h200(), b200()]
+        .map(|profile| DeviceProfile { neighbor: neighbor(profile.link), ..profile })
 }
 
 /// Values that are assumed for every GPU whose profile has no other value. An operation replayed from a CUDA graph
 /// takes at least 2 µs. Large products reach three quarters of the tensor cores' peak. GPUs without NVLink exchange
 /// messages over PCIe 4.0 with 16 lanes (32 GB/s in each direction). A message begins to arrive after 10 µs, and reaches
-/// 80 % of the link's bandwidth. Computation hides half of the gradient reduction.
-fn assumed() -> DeviceProfile {
+/// 80 % of the link's bandwidth. Computation hides half of the gradient reduction. Each rank has a disk of its own, whose
+/// link has 4 lanes of PCIe 4.0 (8 GB/s in each direction).
+pub(super) fn assumed() -> DeviceProfile {
     DeviceProfile {
         name: String::new(),
         memory: 0,
+        context: 0,
+        kernels: KERNEL_BYTES,
+        neighbor: 0,
         reserve: 0,
         capability: 8.0,
         f32_flops: 0.0,
@@ -56,11 +73,20 @@ fn assumed() -> DeviceProfile {
         attention: 0.6,
         bytes: 0.0,
         launch: 2e-6,
-        link: 0.8 * 32e9,
+        link: PCIE_4,
         latency: 10e-6,
         overlap: 0.5,
+        host: PCIE_4,
+        disk: PCIE_4 / 4.0,
     }
 }
+
+/// Bytes per second that copies reach in one direction of PCIe 4.0 with 16 lanes: 80 % of 32 GB/s. Each generation has
+/// twice the bandwidth of the one before it (PCI Express Base Specification, revisions 3.0 to 5.0).
+const PCIE_4: f64 = 0.8 * 32e9;
+
+/// Bytes per second that messages reach in one direction of the NVLinks of an H100: 80 % of 450 GB/s.
+const NVLINK_4: f64 = 0.8 * 450e9;
 
 /// NVIDIA T4 datasheet (2019): 8.1 TFLOP/s in f32, 320 GB/s, PCIe 3.0 (16 GB/s in each direction). It has no bf16, so
 /// the rate of f32 is assumed. 15,360 MiB by `nvidia-smi`. 40 multiprocessors.
@@ -68,28 +94,30 @@ fn t4() -> DeviceProfile {
     DeviceProfile {
         name: "t4".to_owned(),
         memory: below(15_360),
-        reserve: reserve(40),
+        context: context(40),
         capability: 7.5,
         f32_flops: 8.1e12,
         bf16_flops: 8.1e12,
         bytes: 0.9 * 320e9,
-        link: 0.8 * 16e9,
+        link: PCIE_4 / 2.0,
+        host: PCIE_4 / 2.0,
         ..assumed()
     }
 }
 
 /// NVIDIA V100 datasheet (2020), 16 GB SXM2: 15.7 TFLOP/s in f32, 900 GB/s, NVLink 300 GB/s as the sum of both
-/// directions. It has no bf16, so the rate of f32 is assumed. 16,160 MiB by `nvidia-smi`. 80 multiprocessors.
+/// directions, PCIe 3.0. It has no bf16, so the rate of f32 is assumed. 16,160 MiB by `nvidia-smi`. 80 multiprocessors.
 fn v100_16() -> DeviceProfile {
     DeviceProfile {
         name: "v100-16".to_owned(),
         memory: below(16_160),
-        reserve: reserve(80),
+        context: context(80),
         capability: 7.0,
         f32_flops: 15.7e12,
         bf16_flops: 15.7e12,
         bytes: 0.9 * 900e9,
         link: 0.8 * 150e9,
+        host: PCIE_4 / 2.0,
         ..assumed()
     }
 }
@@ -100,7 +128,7 @@ fn a10() -> DeviceProfile {
     DeviceProfile {
         name: "a10".to_owned(),
         memory: below(23_028),
-        reserve: reserve(72),
+        context: context(72),
         capability: 8.6,
         f32_flops: 31.2e12,
         bf16_flops: 125e12,
@@ -115,7 +143,7 @@ fn l4() -> DeviceProfile {
     DeviceProfile {
         name: "l4".to_owned(),
         memory: below(23_034),
-        reserve: reserve(58),
+        context: context(58),
         capability: 8.9,
         f32_flops: 30.3e12,
         bf16_flops: 121e12,
@@ -130,7 +158,7 @@ fn rtx3090() -> DeviceProfile {
     DeviceProfile {
         name: "rtx3090".to_owned(),
         memory: gib(23.68),
-        reserve: reserve(82),
+        context: context(82),
         capability: 8.6,
         f32_flops: 35.6e12,
         bf16_flops: 71e12,
@@ -145,7 +173,7 @@ fn rtx4090() -> DeviceProfile {
     DeviceProfile {
         name: "rtx4090".to_owned(),
         memory: gib(23.61),
-        reserve: reserve(128),
+        context: context(128),
         capability: 8.9,
         f32_flops: 82.6e12,
         bf16_flops: 165.2e12,
@@ -166,7 +194,7 @@ fn a6000() -> DeviceProfile {
     DeviceProfile {
         name: "a6000".to_owned(),
         memory: below(49_140),
-        reserve: reserve(84),
+        context: context(84),
         capability: 8.6,
         f32_flops: 38.7e12,
         bf16_flops: 154.8e12,
@@ -181,7 +209,7 @@ fn l40s() -> DeviceProfile {
     DeviceProfile {
         name: "l40s".to_owned(),
         memory: gib(44.42),
-        reserve: reserve(142),
+        context: context(142),
         capability: 8.9,
         f32_flops: 91.6e12,
         bf16_flops: 362e12,
@@ -198,7 +226,7 @@ fn a100_80() -> DeviceProfile {
     DeviceProfile {
         name: "a100-80".to_owned(),
         memory: gib(79.14),
-        reserve: reserve(108),
+        context: context(108),
         f32_flops: 19.5e12,
         bf16_flops: 312e12,
         products: 0.8,
@@ -209,20 +237,21 @@ fn a100_80() -> DeviceProfile {
 }
 
 /// NVIDIA H100 Tensor Core GPU datasheet (2023), SXM: 989.4 TFLOP/s in bf16, 67 in f32, 3.35 TB/s, NVLink 900 GB/s as
-/// the sum of both directions. A large product reaches 770 TFLOP/s and a copy 3.0 TB/s; FlashAttention-3 (arXiv
+/// the sum of both directions, PCIe 5.0. A large product reaches 770 TFLOP/s and a copy 3.0 TB/s; FlashAttention-3 (arXiv
 /// 2407.08608, figures 5 and 6) reaches up to 75 % in the forward, less in the backward. PyTorch reports 79.11 GiB. 132
 /// multiprocessors.
 fn h100() -> DeviceProfile {
     DeviceProfile {
         name: "h100".to_owned(),
         memory: gib(79.11),
-        reserve: reserve(132),
+        context: context(132),
         capability: 9.0,
         f32_flops: 67e12,
         bf16_flops: 989.4e12,
         products: 770.0 / 989.4,
         bytes: 3.0e12,
-        link: 0.8 * 450e9,
+        link: NVLINK_4,
+        host: 2.0 * PCIE_4,
         ..assumed()
     }
 }
@@ -234,35 +263,64 @@ fn h200() -> DeviceProfile {
 }
 
 /// NVIDIA HGX B200 datasheet (2025), an eighth of the board: 2.25 PFLOP/s in bf16, 75 TFLOP/s in f32, 180 GB of memory
-/// at 7.7 TB/s, NVLink 1.8 TB/s as the sum of both directions. The assumed fractions are those for every GPU. The total
+/// at 7.7 TB/s, NVLink 1.8 TB/s as the sum of both directions, PCIe 5.0. The assumed fractions are those for every GPU. The total
 /// that the driver reports is not known, so the 180 GB of the datasheet are assumed. 148 multiprocessors.
 fn b200() -> DeviceProfile {
     DeviceProfile {
         name: "b200".to_owned(),
         memory: 180_000_000_000,
-        reserve: reserve(148),
+        context: context(148),
         capability: 10.0,
         f32_flops: 75e12,
         bf16_flops: 2250e12,
         bytes: 0.9 * 7.7e12,
         link: 0.8 * 900e9,
+        host: 2.0 * PCIE_4,
         ..assumed()
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use gapless_parallel::Mesh;
 
-    /// The reserve of an H200 is at least what was measured on one, and every profile leaves room for an arena.
+    use super::*;
+    use crate::step::Precision;
+
+    /// The overheads of an H200 are at least what was measured on one, and every profile leaves room for an arena.
     #[test]
-    fn the_reserve_covers_what_was_measured() {
+    fn the_overheads_cover_what_was_measured() {
         let profiles = all();
         let h200 = profiles.iter().find(|profile| profile.name == "h200").unwrap();
-        let measured = 554_500_096 + KERNEL_BYTES;
-        assert!((measured..measured + 2 * MIB).contains(&h200.reserve), "{}", h200.reserve);
+        assert!((554_500_096..554_500_096 + MIB).contains(&h200.context), "{}", h200.context);
+        assert!(h200.kernels >= 4_194_304);
+        assert_eq!(h200.neighbor, 384 * MIB);
         for profile in &profiles {
-            assert!(profile.arena_bytes() > profile.memory / 10 * 9, "{}", profile.name);
+            let alone = profile.memory - profile.overheads(Mesh::default()).bytes();
+            assert!(alone > profile.memory / 10 * 9, "{}", profile.name);
+        }
+    }
+
+    /// The table of profiles in the documentation has the values of the profiles.
+    #[test]
+    fn the_documentation_has_these_values() {
+        let documented = include_str!("../../docs/sweep.md");
+        for profile in all() {
+            let DeviceProfile { name, memory, context, kernels, neighbor, bytes, link, host, .. } = &profile;
+            let gb = |rate: f64| format!("{:.3}", rate / 1e9).trim_end_matches('0').trim_end_matches('.').to_owned();
+            let row = format!(
+                "| {:.2} | {} | {} | {:.1} | {:.1} | {} | {} | {} |",
+                *memory as f64 / (1u64 << 30) as f64,
+                (context + kernels) >> 20,
+                neighbor >> 20,
+                profile.rates(Precision::Bf16).flops / 1e12,
+                profile.rates(Precision::F32).flops / 1e12,
+                gb(*bytes),
+                gb(*link),
+                gb(*host),
+            );
+            let line = documented.lines().find(|line| line.starts_with(&format!("| `{name}` |")));
+            assert!(line.is_some_and(|line| line.ends_with(&row)), "docs/sweep.md, {name}: expected {row}");
         }
     }
 }

@@ -4,10 +4,10 @@
 use std::path::Path;
 
 use gapless_engine::compile::{Instr, InstrKind};
-use gapless_parallel::Rates;
+use gapless_parallel::{Mesh, Rates};
 use serde::{Deserialize, Serialize};
 
-use super::{ConfigError, Precision, cards, machine};
+use super::{ConfigError, Overheads, Precision, cards, machine};
 use crate::run::{EstimateConfig, RunConfig};
 
 /// The device for which time is estimated: one of [`DeviceProfile::known`], `this-machine`, or a TOML file that has
@@ -19,7 +19,16 @@ pub struct DeviceProfile {
     pub name: String,
     /// Memory in bytes, as the driver reports it to a program.
     pub memory: u64,
-    /// Bytes of the memory that no arena can use, because the CUDA context and the kernels take them.
+    /// Bytes of the memory that the CUDA context takes.
+    #[serde(default)]
+    pub context: u64,
+    /// Bytes of the memory that the kernels of a step take.
+    #[serde(default)]
+    pub kernels: u64,
+    /// Bytes of the memory that NCCL takes for each rank with which a rank exchanges data.
+    #[serde(default)]
+    pub neighbor: u64,
+    /// Bytes of the memory that no arena can use for other reasons.
     #[serde(default)]
     pub reserve: u64,
     /// Compute capability. Steps run on GPUs of 8.0 or later; a step can be planned for any.
@@ -43,6 +52,12 @@ pub struct DeviceProfile {
     pub latency: f64,
     /// Fraction of the time of collectives over data ranks that is hidden by computation.
     pub overlap: f64,
+    /// Bandwidth of the link to the host's memory that copies reach: bytes per second, in one direction.
+    #[serde(default = "usual_host")]
+    pub host: f64,
+    /// Bandwidth that the offload file reaches: bytes written or read per second.
+    #[serde(default = "usual_disk")]
+    pub disk: f64,
 }
 
 /// The reason why a device profile cannot be found.
@@ -71,6 +86,24 @@ fn oldest_capability() -> f64 {
     OLDEST_CAPABILITY
 }
 
+fn usual_host() -> f64 {
+    cards::assumed().host
+}
+
+fn usual_disk() -> f64 {
+    cards::assumed().disk
+}
+
+/// Returns the number of ranks with which a rank of this mesh exchanges data, each counted once for every communicator
+/// that connects them: the next and the previous rank of the pipeline, both neighbors in the rings that reduce gradients,
+/// and all other expert ranks.
+fn neighbors(mesh: Mesh) -> u64 {
+    let Mesh { pipeline, data, expert } = mesh;
+    let in_ring = |ranks: usize| ranks.saturating_sub(1).min(2);
+    let replicas = if expert > 1 { in_ring(data) } else { 0 };
+    (in_ring(pipeline) + in_ring(data * expert) + replicas + expert.saturating_sub(1)) as u64
+}
+
 /// True if an operation is attention or its gradient.
 pub(super) fn is_attention(operation: &str) -> bool {
     operation.contains("attention")
@@ -82,9 +115,15 @@ impl DeviceProfile {
         cards::all()
     }
 
-    /// Returns the bytes that an arena on this device may take.
-    pub fn arena_bytes(&self) -> u64 {
-        self.memory.saturating_sub(self.reserve)
+    /// Returns the memory of the device that an arena of a rank of this mesh cannot use.
+    pub fn overheads(&self, mesh: Mesh) -> Overheads {
+        Overheads {
+            context_bytes: self.context,
+            kernels_bytes: self.kernels,
+            cublaslt_bytes: 0,
+            nccl_bytes: neighbors(mesh) * self.neighbor,
+            other_bytes: self.reserve,
+        }
     }
 
     /// True if the device is this machine's CPU, on which each operation is timed.
@@ -107,10 +146,21 @@ impl DeviceProfile {
         if let Some(terabytes) = terabytes {
             device.bytes = terabytes * 1e12;
         }
+        if device.is_measured() && !run.memory.offload.is_empty() {
+            let folder = &run.memory.offload_to;
+            device.disk = machine::offload_rate(folder)
+                .map_err(|why| ConfigError::value("memory.offload_to", why, "name a folder that can be written"))?;
+        }
         let rates = device.rates(run.step.precision);
         if !rates.are_sound() {
             let why = format!("{} TFLOP/s and {} TB/s are not valid rates", rates.flops / 1e12, rates.bytes / 1e12);
             return Err(ConfigError::value("estimate.tflops, estimate.terabytes", why, "set both above 0"));
+        }
+        for (name, rate) in [("host", device.host), ("disk", device.disk)] {
+            if rate.is_nan() || rate <= 0.0 {
+                let why = format!("has {name} = {rate}, which is not a valid rate");
+                return Err(ConfigError::value("estimate.profile", why, "set it above 0, in bytes per second"));
+            }
         }
         Ok(device)
     }
@@ -171,6 +221,10 @@ pub trait CostModel {
     /// gradients and parameters, the time that computation hides is subtracted. It is false for the rows of experts,
     /// because the next operation waits for these rows.
     fn collective(&self, bytes: f64, can_hide: bool) -> u64;
+
+    /// Returns the nanoseconds of a copy of `bytes` bytes between the arena and the offload file, in either direction. A
+    /// rank computes nothing during a copy, so the whole time counts.
+    fn offload(&self, bytes: u64) -> u64;
 }
 
 impl CostModel for DeviceProfile {
@@ -187,5 +241,11 @@ impl CostModel for DeviceProfile {
     fn collective(&self, bytes: f64, can_hide: bool) -> u64 {
         let hidden = if can_hide { self.overlap } else { 0.0 };
         ((self.latency + bytes / self.link) * (1.0 - hidden) * 1e9) as u64
+    }
+
+    /// Returns the time over the link to the host plus that of the file, because the runtime copies over one after the
+    /// other.
+    fn offload(&self, bytes: u64) -> u64 {
+        (bytes as f64 * (1.0 / self.host + 1.0 / self.disk) * 1e9) as u64
     }
 }

@@ -18,8 +18,53 @@ pub struct Limit {
     pub bytes: u64,
     /// The device, if its memory is the limit; `None` if the budget is.
     pub device: Option<String>,
-    /// Bytes of the device's memory that the CUDA context and the kernels take; 0 for a budget.
-    pub reserve_bytes: u64,
+    /// The memory of the device that is outside of arenas; all 0 for a budget.
+    pub overheads: Overheads,
+}
+
+/// The memory of a device that no arena of a rank can use.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+pub struct Overheads {
+    /// The CUDA context, in bytes.
+    pub context_bytes: u64,
+    /// The kernels of a step, in bytes.
+    pub kernels_bytes: u64,
+    /// cuBLASLt, in bytes. This is 0, because its workspace is planned as a part of the arena.
+    pub cublaslt_bytes: u64,
+    /// NCCL's buffers, in bytes; 0 if the step has one rank.
+    pub nccl_bytes: u64,
+    /// Bytes that the profile reserves for other reasons.
+    pub other_bytes: u64,
+}
+
+impl Overheads {
+    /// Returns the sum.
+    pub fn bytes(&self) -> u64 {
+        let Self { context_bytes, kernels_bytes, cublaslt_bytes, nccl_bytes, other_bytes } = self;
+        context_bytes + kernels_bytes + cublaslt_bytes + nccl_bytes + other_bytes
+    }
+}
+
+/// Writes each overhead with its source.
+impl fmt::Display for Overheads {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { context_bytes, kernels_bytes, cublaslt_bytes: _, nccl_bytes, other_bytes } = *self;
+        let mut parts = Vec::new();
+        if context_bytes + kernels_bytes > 0 {
+            parts.push(format!(
+                "CUDA context {}, kernels {}, cuBLASLt nothing, as its workspace is planned (measured on an H200; the context is scaled by multiprocessors)",
+                Bytes(context_bytes),
+                Bytes(kernels_bytes)
+            ));
+        }
+        if nccl_bytes > 0 {
+            parts.push(format!("NCCL {} (reported for H100s, scaled by the link)", Bytes(nccl_bytes)));
+        }
+        if other_bytes > 0 {
+            parts.push(format!("reserve of the profile {}", Bytes(other_bytes)));
+        }
+        write!(f, "outside the arena: {}", parts.join("; "))
+    }
 }
 
 /// Whether the arenas of all ranks are within a limit.
@@ -56,9 +101,10 @@ impl fmt::Display for Fits {
         let who = if self.ranks > 1 { format!("rank {}", self.rank) } else { "the step".to_owned() };
         let (arena, difference) = (Bytes(*arena_bytes), Bytes(arena_bytes.abs_diff(limit.bytes)));
         match self.fits {
-            true => write!(f, "fits: yes, {difference} spare: {who} takes {arena} of the {limit}"),
-            false => write!(f, "fits: no: {who} needs {arena}, {difference} more than the {limit}"),
+            true => write!(f, "fits: yes, {difference} spare: {who} takes {arena} of the {limit}")?,
+            false => write!(f, "fits: no: {who} needs {arena}, {difference} more than the {limit}")?,
         }
+        if limit.overheads.bytes() > 0 { write!(f, "\n{}", limit.overheads) } else { Ok(()) }
     }
 }
 
@@ -71,30 +117,35 @@ impl Limit {
 
 impl fmt::Display for Limit {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { bytes, device, reserve_bytes } = self;
+        let Self { bytes, device, overheads } = self;
         write!(f, "{}", Bytes(*bytes))?;
         match device {
             None => write!(f, " of the budget"),
-            Some(device) if *reserve_bytes == 0 => write!(f, " of {device}"),
+            Some(device) if overheads.bytes() == 0 => write!(f, " of {device}"),
             Some(device) => {
-                let memory = Bytes(bytes + reserve_bytes);
-                let reserve = Bytes(*reserve_bytes);
-                write!(f, " of {device} ({memory} less {reserve} for the CUDA context and kernels)")
+                let (memory, outside) = (Bytes(bytes + overheads.bytes()), Bytes(overheads.bytes()));
+                write!(f, " of {device} ({memory} less {outside} outside the arena)")
             }
         }
     }
 }
 
 impl Step {
+    /// Returns the bytes that the arena of a rank may take on the step's device: its memory less the overheads.
+    pub fn device_bytes(&self) -> u64 {
+        self.device.memory.saturating_sub(self.device.overheads(self.options.mesh).bytes())
+    }
+
     /// Returns the smaller of the budget and the memory of the device that the run names. Returns `None` if the run has
     /// neither.
     pub fn limit(&self) -> Option<Limit> {
         let device = self.has_named_device.then(|| Limit {
-            bytes: self.device.arena_bytes(),
+            bytes: self.device_bytes(),
             device: Some(self.device.name.clone()),
-            reserve_bytes: self.device.reserve,
+            overheads: self.device.overheads(self.options.mesh),
         });
-        let budget = self.options.memory.budget.map(|bytes| Limit { bytes, device: None, reserve_bytes: 0 });
+        let no_overheads = Overheads::default();
+        let budget = self.options.memory.budget.map(|bytes| Limit { bytes, device: None, overheads: no_overheads });
         budget.into_iter().chain(device).min_by_key(|limit| limit.bytes)
     }
 
@@ -146,14 +197,18 @@ mod tests {
 
     #[test]
     fn answers_can_be_read() {
-        let card = |bytes| Limit { bytes, device: Some("h100".into()), reserve_bytes: 1 << 29 };
+        let overheads =
+            Overheads { context_bytes: 506 << 20, kernels_bytes: 6 << 20, nccl_bytes: 1 << 29, ..Overheads::default() };
+        let card = |bytes| Limit { bytes, device: Some("h100".into()), overheads };
         let mesh = Mesh { data: 2, pipeline: 3, expert: 2 };
         let fits = Fits::new(mesh, &[3 << 30, 5 << 30, 4 << 30], card(6 << 30));
         assert_eq!(
             fits.to_string(),
-            "fits: yes, 1 GiB spare: rank 2 takes 5 GiB of the 6 GiB of h100 (6.50 GiB less 512 MiB for the CUDA context and kernels)"
+            "fits: yes, 1 GiB spare: rank 2 takes 5 GiB of the 6 GiB of h100 (7 GiB less 1 GiB outside the arena)\n\
+             outside the arena: CUDA context 506 MiB, kernels 6 MiB, cuBLASLt nothing, as its workspace is planned (measured on an H200; the \
+             context is scaled by multiprocessors); NCCL 512 MiB (reported for H100s, scaled by the link)"
         );
-        let budget = Limit { bytes: 1 << 20, device: None, reserve_bytes: 0 };
+        let budget = Limit { bytes: 1 << 20, device: None, overheads: Overheads::default() };
         let fits = Fits::new(Mesh::default(), &[3 << 20], budget);
         assert_eq!(fits.to_string(), "fits: no: the step needs 3 MiB, 2 MiB more than the 1 MiB of the budget");
     }
@@ -163,7 +218,7 @@ mod tests {
     fn a_budget_is_searched_with_all_work_before_it_is_refused() {
         let text = "model = 'gpt:vocabulary=64,layers=2,heads=2,width=32'\nstep = { batch = 2, sequence = 16 }";
         let step = Step::new(&RunConfig::parse(text, &[]).unwrap()).unwrap();
-        let limit = |bytes| Limit { bytes, device: None, reserve_bytes: 0 };
+        let limit = |bytes| Limit { bytes, device: None, overheads: Overheads::default() };
         let within = |bytes: u64| step.within(Some(bytes)).fits(limit(bytes)).unwrap();
         let Err(TrainError::Compile(CompileError::OverBudget { smallest, .. })) = step.within(Some(1)).compile(0)
         else {

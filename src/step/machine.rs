@@ -5,9 +5,11 @@
 //! If the amount of work depends on data (the rows of experts), an operation is timed at the sizes in the program.
 
 use std::collections::{BTreeMap, HashMap};
+use std::path::{Path, PathBuf};
 use std::sync::{Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
+use candle_core::Layout;
 use gapless_alloc::{Label, Options, Role};
 use gapless_communicator::{Communicator, CommunicatorError, Tag, on_threads};
 use gapless_engine::compile::{
@@ -38,6 +40,7 @@ pub struct ThisMachine {
     threads: usize,
     ranks: usize,
     footprint: u64,
+    disk: f64,
 }
 
 /// Measured nanoseconds by ranks, threads, copies and operation. The lock is held during a measurement, so only one
@@ -56,9 +59,10 @@ struct Link {
 impl ThisMachine {
     /// Creates the model of a machine on which `ranks` ranks compute at the same time. Each rank has `threads` threads;
     /// 0 uses all cores. `footprint` is the size of the ranks' arenas in bytes. It decides whether an operation finds
-    /// its operands in the caches or in memory.
-    pub fn new(ranks: usize, threads: usize, footprint: u64) -> Self {
-        Self { ranks: ranks.max(1), threads: resolve_threads(threads), footprint }
+    /// its operands in the caches or in memory. `disk` is the rate of the offload file in bytes per second
+    /// ([`DeviceProfile::disk`]).
+    pub fn new(ranks: usize, threads: usize, footprint: u64, disk: f64) -> Self {
+        Self { ranks: ranks.max(1), threads: resolve_threads(threads), footprint, disk }
     }
 
     /// Returns the number of copies of an operation that are run in a row, each on its own operands. The number is
@@ -91,11 +95,16 @@ impl ThisMachine {
         let workers = Workers::new(self.threads)?;
         let mut program = Program { name: "one operation".into(), ..Program::default() };
         (0..copies).for_each(|copy| add_copy(&mut program, instr, copy, workers.threads()));
-        program.parts = vec![Part { instrs: 0..program.instrs.len(), name: String::new(), action: None }];
-        let options = CompileOptions { planner: Options::quick(), ..CompileOptions::default() };
-        let executable: Executable = compile(&[program], &options)?;
-        Ok(Session::on_cpu(executable, workers, 0)?)
+        session(program, workers)
     }
+}
+
+/// A session that runs a program of one part.
+fn session(mut program: Program, workers: Workers) -> Result<Session<CpuBackend>, TrainError> {
+    program.parts = vec![Part { instrs: 0..program.instrs.len(), name: String::new(), action: None }];
+    let options = CompileOptions { planner: Options::quick(), ..CompileOptions::default() };
+    let executable: Executable = compile(&[program], &options)?;
+    Ok(Session::on_cpu(executable, workers, 0)?)
 }
 
 impl CostModel for ThisMachine {
@@ -128,13 +137,18 @@ impl CostModel for ThisMachine {
     fn collective(&self, bytes: f64, _: bool) -> u64 {
         Link::known().nanoseconds(bytes)
     }
+
+    fn offload(&self, bytes: u64) -> u64 {
+        (bytes as f64 / self.disk * 1e9) as u64
+    }
 }
 
 /// Name of the device that [`profile`] returns.
 pub(super) const NAME: &str = "this-machine";
 
 /// Returns this machine as a device profile, with its free memory and with the rates of large products and copies.
-/// These rates are measured on first use.
+/// These rates are measured on first use. The arena is in the host's memory, so no link leads there, and the rate of the
+/// offload file depends on its folder ([`offload_rate`]).
 pub(super) fn profile() -> DeviceProfile {
     static PROFILE: OnceLock<DeviceProfile> = OnceLock::new();
     let measured = || {
@@ -142,6 +156,9 @@ pub(super) fn profile() -> DeviceProfile {
         DeviceProfile {
             name: NAME.to_owned(),
             memory: available_memory_bytes().unwrap_or(u64::MAX),
+            context: 0,
+            kernels: 0,
+            neighbor: 0,
             reserve: 0,
             capability: OLDEST_CAPABILITY,
             f32_flops: products_per_second::<f32>(),
@@ -153,9 +170,60 @@ pub(super) fn profile() -> DeviceProfile {
             link: 1e9 / link.byte.max(1e-3),
             latency: link.latency / 1e9,
             overlap: 0.0,
+            host: f64::INFINITY,
+            disk: f64::INFINITY,
         }
     };
     PROFILE.get_or_init(measured).clone()
+}
+
+/// Returns the bytes per second that the offload file reaches in this folder, written and read as a step does. The rate
+/// of a folder is measured on first use, with a file of 64 MiB that has no name.
+///
+/// # Errors
+/// Returns the runtime's message if the file cannot be created, written or read.
+pub(super) fn offload_rate(folder: &Path) -> Result<f64, String> {
+    static RATES: Mutex<BTreeMap<PathBuf, f64>> = Mutex::new(BTreeMap::new());
+    const BYTES: u64 = 64 << 20;
+    let mut known = RATES.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(&rate) = known.get(folder) {
+        return Ok(rate);
+    }
+    let measured = || -> Result<f64, TrainError> {
+        let spec = Spec { shape: (BYTES as usize / size_of::<f32>()).into(), dtype: DType::F32 };
+        let fill = Initializer { init: Init::Const(1.0), name: "kept".into(), first: 0, given: None };
+        let mut program = Program { name: "offload".into(), ..Program::default() };
+        let kept = BufferKind::Persistent { fill, spec: spec.clone() };
+        let operand = |buffer| Operand {
+            buffer,
+            layout: Layout::contiguous(spec.shape.clone()),
+            dtype: spec.dtype,
+            overwritten_by: None,
+            widened: None,
+        };
+        let from = operand(program.add(BYTES, label("kept".into(), "offload"), kept));
+        let to = operand(program.add(BYTES, label("fetched".into(), "offload"), BufferKind::Temporary));
+        let id = program.add_offload(BYTES);
+        program.instrs = vec![
+            Instr::plain(InstrKind::Offload(id), vec![from], vec![], 0, "".into()),
+            Instr::plain(InstrKind::Fetch(id), vec![], vec![to], 0, "".into()),
+        ];
+        let mut session = session(program, Workers::new(1)?)?;
+        session.offload_to(folder)?;
+        let mut run = || -> Result<f64, TrainError> {
+            let begun = Instant::now();
+            session.run(ProgramId(0), RunOptions::default())?;
+            Ok(begun.elapsed().as_secs_f64())
+        };
+        // The first run also allocates the file's pages, as the first step does.
+        run()?;
+        let mut times = (0..ROUNDS).map(|_| run()).collect::<Result<Vec<_>, _>>()?;
+        times.sort_by(f64::total_cmp);
+        Ok(2.0 * BYTES as f64 / times[ROUNDS / 2])
+    };
+    let rate = measured().map_err(|error| error.to_string())?;
+    known.insert(folder.to_owned(), rate);
+    Ok(rate)
 }
 
 /// FLOP/s of a large product on all cores.
@@ -320,7 +388,7 @@ mod tests {
             );
             let step = Step::new(&RunConfig::parse(&keys, &[]).unwrap()).unwrap();
             let programs = step.programs(&step.record().unwrap()).unwrap();
-            let machine = ThisMachine::new(1, 1, 1 << 16);
+            let machine = ThisMachine::new(1, 1, 1 << 16, f64::INFINITY);
             for instr in programs.iter().flat_map(|program| &program.instrs) {
                 if let InstrKind::Compute(op) = &instr.kind {
                     machine.measured(instr, 2).unwrap_or_else(|error| panic!("{}: {error}", op.name()));
@@ -328,6 +396,30 @@ mod tests {
             }
             assert!(step.timing(&programs).unwrap().nanoseconds() > 0);
         }
+    }
+
+    /// The rate of the file is measured in its folder, and its copies count in the step's time.
+    #[test]
+    fn offloading_is_timed_in_its_folder() {
+        let folder = tempfile::tempdir().unwrap();
+        let step = |folder: &Path| {
+            let keys = format!(
+                "model = \"gpt:vocabulary=32,layers=1,heads=2,width=16\"\nstep = {{ batch = 2, sequence = 8 }}\n\
+                 estimate.profile = \"{NAME}\"\nmemory = {{ offload = [\"gelu\"], offload_to = {folder:?} }}"
+            );
+            Step::new(&RunConfig::parse(&keys, &[]).unwrap())
+        };
+        let step_here = step(folder.path()).unwrap();
+        let DeviceProfile { disk, host, .. } = step_here.device;
+        assert!(disk > 0.0 && disk.is_finite() && host.is_infinite(), "{disk} {host}");
+        let programs = step_here.programs(&step_here.record().unwrap()).unwrap();
+        let busy = step_here.busy_time(&programs[0]);
+        // 2 × 8 tokens × 4 × 16 elements, written once and read once.
+        assert_eq!(busy.offloaded, 2 * ThisMachine::new(1, 1, 0, disk).offload(4 * 2 * 8 * 4 * 16));
+        assert!(busy.all > busy.offloaded);
+        let error = step(&folder.path().join("missing")).unwrap_err();
+        assert!(error.to_string().contains("memory.offload_to"), "{error}");
+        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
     }
 
     #[test]

@@ -32,6 +32,7 @@ mod eager;
 mod estimate;
 mod fits;
 mod machine;
+mod origin;
 mod planned;
 #[cfg(feature = "cuda")]
 mod roofline;
@@ -42,13 +43,14 @@ pub use choose::{LargestBatch, MeshChoice, MeshOption};
 pub use device::{CostModel, DeviceProfile, UnknownDevice};
 pub use eager::{EagerError, ExpertRows};
 pub use estimate::{Estimate, estimate};
-pub use fits::{Fits, Limit};
+pub use fits::{Fits, Limit, Overheads};
 pub use machine::ThisMachine;
+pub use origin::Origin;
 pub use planned::Step;
 #[cfg(feature = "cuda")]
 pub use roofline::{Bound, Roofline, RooflineRow};
 pub use sketch::{Sketch, SketchKey};
-pub use timing::{Timing, TimingError};
+pub use timing::{BusyTime, Timing, TimingError};
 
 use crate::run::refused;
 pub use crate::run::{ConfigError, Lowering};

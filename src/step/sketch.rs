@@ -184,7 +184,11 @@ impl Sketch {
     /// Replaces the times of these stages by the times of the variant that recomputes twice.
     fn use_twice(&self, stages: &BTreeSet<StageId>, measured: &mut ActionDurations) {
         let Some(Variant { measured: twice, .. }) = &self.twice else { return };
-        for (mine, other) in [(&mut measured.actions, &twice.actions), (&mut measured.recomputed, &twice.recomputed)] {
+        for (mine, other) in [
+            (&mut measured.actions, &twice.actions),
+            (&mut measured.recomputed, &twice.recomputed),
+            (&mut measured.offloaded, &twice.offloaded),
+        ] {
             mine.extend(other.iter().filter(|(action, _)| stages.contains(&action.stage)));
         }
     }
@@ -194,6 +198,7 @@ impl Variant {
     fn join(&mut self, other: Self) {
         self.measured.actions.extend(other.measured.actions);
         self.measured.recomputed.extend(other.measured.recomputed);
+        self.measured.offloaded.extend(other.measured.offloaded);
         self.measured.transfers.extend(other.measured.transfers);
         for (mine, theirs) in self.ranks.iter_mut().zip(other.ranks) {
             mine.always = mine.always.min(theirs.always);

@@ -2,7 +2,8 @@
 //!
 //! In: the programs of all pipeline ranks, and a device. Out: the timeline of `parallel`'s simulator in nanoseconds.
 //! Messages between stages occupy the link, not the ranks. Computation hides a part of the collectives over data ranks,
-//! but no part of the exchange of experts' rows.
+//! but no part of the exchange of experts' rows, and no part of copies to the offload file and from it, because the
+//! runtime waits for each of these copies.
 
 use std::collections::HashMap;
 
@@ -27,6 +28,27 @@ pub struct Timing {
     pub updates: Vec<u64>,
     /// Nanoseconds that each rank spends on recomputation.
     pub recomputed: Vec<u64>,
+    /// Nanoseconds that each rank spends on copies to the offload file and from it.
+    pub offloaded: Vec<u64>,
+}
+
+/// The time for which one rank is busy in a step, in nanoseconds.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct BusyTime {
+    /// Operations, the part of collectives that computation does not hide, and copies to the offload file and from it.
+    /// Messages between stages and the time that the rank waits are not included.
+    pub all: u64,
+    /// The part that is spent on recomputation.
+    pub recomputed: u64,
+    /// The part that is spent on copies to the offload file and from it.
+    pub offloaded: u64,
+}
+
+impl BusyTime {
+    /// Recomputation time divided by the time of everything else.
+    pub fn overhead(&self) -> f64 {
+        self.recomputed as f64 / self.all.saturating_sub(self.recomputed).max(1) as f64
+    }
 }
 
 /// The reason why a step cannot be simulated.
@@ -48,9 +70,9 @@ impl Timing {
 
     /// Recomputation time divided by the time of everything else, over all ranks.
     pub fn overhead(&self) -> f64 {
-        let busy: u64 = self.timeline.ranks.iter().flatten().map(|span| span.end - span.start).sum();
-        let again: u64 = self.recomputed.iter().sum();
-        again as f64 / busy.saturating_sub(again).max(1) as f64
+        let all = self.timeline.ranks.iter().flatten().map(|span| span.end - span.start).sum();
+        let [recomputed, offloaded] = [&self.recomputed, &self.offloaded].map(|ranks| ranks.iter().sum());
+        BusyTime { all, recomputed, offloaded }.overhead()
     }
 }
 
@@ -69,6 +91,27 @@ impl Step {
     /// Returns the errors of [`Self::timing`].
     pub fn timing_with(&self, programs: &[Program], costs: &dyn CostModel) -> Result<Timing, TimingError> {
         self.simulated(ActionDurations::of(programs, costs, self.precision(), self.options.mesh))
+    }
+
+    /// Simulates the step at the rates of its device's profile. This is [`Self::timing`], except on `this-machine`, where
+    /// no operation is run.
+    ///
+    /// # Errors
+    /// Returns the errors of [`Self::timing`].
+    pub fn timing_by_rates(&self, programs: &[Program]) -> Result<Timing, TimingError> {
+        self.timing_with(programs, &self.device)
+    }
+
+    /// Returns the time for which a rank is busy, at the rates of the device's profile.
+    pub fn busy_time(&self, program: &Program) -> BusyTime {
+        let programs = std::slice::from_ref(program);
+        let measured = ActionDurations::of(programs, &self.device, self.precision(), self.options.mesh);
+        let sum = |of: &HashMap<Action, u64>| of.values().sum::<u64>();
+        BusyTime {
+            all: sum(&measured.actions) + measured.updates.iter().sum::<u64>(),
+            recomputed: sum(&measured.recomputed),
+            offloaded: sum(&measured.offloaded),
+        }
     }
 
     pub(super) fn measured(&self, programs: &[Program]) -> ActionDurations {
@@ -92,23 +135,25 @@ impl Step {
             threads => threads,
         };
         let alive = |program: &Program| table(program).map_or(0, |table| lower_bound(&table));
-        Some(ThisMachine::new(ranks, threads, programs.iter().map(alive).max().unwrap_or(0)))
+        Some(ThisMachine::new(ranks, threads, programs.iter().map(alive).max().unwrap_or(0), self.device.disk))
     }
 
     /// Simulates the step with known durations.
     pub(super) fn simulated(&self, measured: ActionDurations) -> Result<Timing, TimingError> {
         let shape = self.shape();
         let actions = self.options.pipeline.schedule.actions(&shape)?;
-        let again =
-            |action: &Action| measured.recomputed.get(&measured.representative_of(*action)).copied().unwrap_or(0);
-        let recomputed = actions.iter().map(|row| row.iter().map(again).sum()).collect();
+        let by_rank = |of: &HashMap<Action, u64>| {
+            let time = |action: &Action| of.get(&measured.representative_of(*action)).copied().unwrap_or(0);
+            actions.iter().map(|row| row.iter().map(time).sum()).collect()
+        };
+        let (recomputed, offloaded) = (by_rank(&measured.recomputed), by_rank(&measured.offloaded));
         let mut table = self.options.pipeline.schedule.table(&shape)?;
         for (rank, row) in table.iter_mut().enumerate() {
             row.push(Cell::Update(StageId(rank as u32)));
         }
         let timeline = simulate(&table, &measured)?;
         let stages = (0..shape.ranks * shape.chunks).map(|stage| measured.mean(StageId(stage))).collect();
-        Ok(Timing { timeline, stages, updates: measured.updates, recomputed })
+        Ok(Timing { timeline, stages, updates: measured.updates, recomputed, offloaded })
     }
 
     /// The shape of the step's pipeline.
@@ -130,6 +175,8 @@ pub(super) struct ActionDurations {
     pub updates: Vec<u64>,
     /// For each action, the time that is spent on recomputation.
     pub recomputed: HashMap<Action, u64>,
+    /// For each action, the time that is spent on copies to the offload file and from it.
+    pub offloaded: HashMap<Action, u64>,
     /// If the durations of only one micro-batch are known, this micro-batch. Its durations then apply to all
     /// micro-batches.
     pub all_as: Option<MicroBatch>,
@@ -163,7 +210,7 @@ impl ActionDurations {
             let mut update = 0;
             for part in &program.parts {
                 let mut sent = 0;
-                let (mut time, mut again) = (0, 0);
+                let (mut time, mut again, mut copies) = (0, 0, 0);
                 for instr in &program.instrs[part.instrs.clone()] {
                     let here = match &instr.kind {
                         InstrKind::Compute(_) => known.nanoseconds(instr, device, precision),
@@ -173,6 +220,11 @@ impl ActionDurations {
                         InstrKind::Send(_) => {
                             sent += bytes(program, &instr.inputs);
                             0
+                        }
+                        InstrKind::Offload(id) | InstrKind::Fetch(id) => {
+                            let copy = device.offload(program.offload[id.index()].bytes);
+                            copies += copy;
+                            copy
                         }
                         _ => 0,
                     };
@@ -185,6 +237,7 @@ impl ActionDurations {
                     Some(action) => {
                         *measured.actions.entry(action).or_default() += time;
                         *measured.recomputed.entry(action).or_default() += again;
+                        *measured.offloaded.entry(action).or_default() += copies;
                         if sent > 0 {
                             let transfer = device.transfer(sent);
                             measured.transfers.entry(action).and_modify(|all| *all += transfer).or_insert(transfer);

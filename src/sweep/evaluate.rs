@@ -15,10 +15,11 @@ use gapless_engine::TrainError;
 use gapless_engine::compile::step::StepGraph;
 use gapless_engine::compile::{Error as CompileError, Executable, Program, table};
 
+use super::map::coarse_map;
 use super::row::Figures;
 use super::{Configuration, PlannedConfigurations, Row, Status, Sweep};
 use crate::run::key_of;
-use crate::step::{EagerError, Lowering, Sketch, SketchKey, Step, TimingError, estimate};
+use crate::step::{EagerError, Lowering, Origin, Sketch, SketchKey, Step, TimingError, estimate};
 
 /// Computes rows. All threads share its cache of replayed tables.
 pub(super) struct Evaluator<'a> {
@@ -113,7 +114,7 @@ impl<'a> Evaluator<'a> {
 
     /// Memory of each rank's device, in bytes.
     fn capacity(&self, configuration: &Configuration) -> u64 {
-        let device = configuration.step.as_ref().map_or(u64::MAX, |step| step.device.arena_bytes());
+        let device = configuration.step.as_ref().map_or(u64::MAX, |step| step.device_bytes());
         self.sweep.options.capacity.unwrap_or(device)
     }
 
@@ -139,7 +140,7 @@ impl<'a> Evaluator<'a> {
         figures: &mut Figures,
     ) -> Result<Status, Refused> {
         let graph = step.record()?;
-        let programs = step.programs(&graph)?;
+        let programs = programs(step, &graph)?;
         let tables =
             programs.iter().map(table).collect::<Result<Vec<Problem>, CompileError>>().map_err(TrainError::from)?;
         figures.live_bytes = tables.iter().map(lower_bound).collect();
@@ -240,6 +241,26 @@ impl Refused {
     }
 }
 
+/// Lowers the training step of every rank. If ranks exceed their budget, the refusal names the rank that needs most.
+fn programs(step: &Step, graph: &StepGraph) -> Result<Vec<Program>, Refused> {
+    let (mut programs, mut over) = (Vec::new(), None::<(u64, String)>);
+    for rank in 0..step.options.mesh.pipeline {
+        match step.program(graph, rank) {
+            Ok(program) => programs.push(program),
+            Err(TrainError::Compile(error @ CompileError::OverBudget { smallest, .. })) => {
+                if over.as_ref().is_none_or(|(most, _)| *most < smallest) {
+                    over = Some((smallest, format!("rank {rank}: {error}")));
+                }
+            }
+            Err(error) => return Err(error.into()),
+        }
+    }
+    match over {
+        Some((_, why)) => Err(Refused::OverBudget(why)),
+        None => Ok(programs),
+    }
+}
+
 /// Plans all ranks, at first with little planning work. The rank with the largest arena determines how much memory the
 /// step takes, and no arena can be smaller than the live bytes of its rank. So if the step can be on a Pareto front,
 /// each rank whose arena exceeds the live bytes of the fullest rank is planned again, with the full planning work.
@@ -260,6 +281,8 @@ fn plan(step: &Step, programs: &[Program], can_be_on_front: bool, figures: &mut 
         figures.plans.push(executable.plan_hash().to_string());
         if figures.live_bytes[rank] == most {
             figures.roles = roles_at_peak(&executable);
+            let (problem, arena) = (executable.problem(), executable.arena_bytes());
+            figures.map = coarse_map(problem, &executable.solution().offsets, executable.labels(), arena);
         }
     }
     Ok(())
@@ -285,7 +308,7 @@ fn sketch(
             (step.timing_by(sketch)?, step.surely_alive(sketch)?)
         }
         None => {
-            let programs = step.programs(graph)?;
+            let programs = programs(step, graph)?;
             let live = |program: &Program| Ok(lower_bound(&table(program)?));
             let live = programs.iter().map(live).collect::<Result<_, CompileError>>().map_err(TrainError::from)?;
             (step.timing(&programs)?, live)
@@ -303,6 +326,7 @@ fn sketch(
         arena_bytes: Vec::new(),
         plans: Vec::new(),
         roles: BTreeMap::new(),
+        map: Vec::new(),
         allocated: 0,
         reserved: BTreeMap::new(),
         nanoseconds: timing.nanoseconds(),
@@ -320,7 +344,8 @@ fn sketch(
 
 fn row(configuration: &Configuration, status: Status, why: Option<String>, figures: Option<Figures>) -> Row {
     let values = configuration.values.iter().map(|(key, value)| (key.clone(), value.clone())).collect();
-    Row { key: configuration.key.clone(), configuration: values, status, why, figures }
+    let origin = Origin::new(configuration.step.as_ref().ok());
+    Row { key: configuration.key.clone(), origin, configuration: values, status, why, figures }
 }
 
 /// Returns the bytes that are alive at the peak, by role.

@@ -30,6 +30,7 @@
 //! ```
 
 mod evaluate;
+mod map;
 mod report;
 mod row;
 mod spec;
@@ -56,13 +57,15 @@ use crate::step::Step;
 /// round skips.
 const ROUND: usize = 16;
 
-/// Progress of a sweep. Each configuration counts twice: once for its sketch (time and sure bytes), and once for its
-/// final status.
-#[derive(Debug, Clone, Copy)]
+/// Progress of a sweep. At first, the time and the sure bytes of every configuration are estimated. Then configurations
+/// get their final status, some of them by a plan.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Progress {
-    /// Work items finished.
-    pub done: usize,
-    /// Work items in total.
+    /// Configurations that are estimated or final.
+    pub estimated: usize,
+    /// Configurations with their final status.
+    pub finished: usize,
+    /// Configurations in total.
     pub total: usize,
 }
 
@@ -101,14 +104,14 @@ pub fn run(
     }
     let reused = rows.values().filter(|row| row.is_final()).count();
     let evaluator = Evaluator::new(sweep);
-    let done = rows.values().map(weight).sum();
+    let progress = Progress { estimated: rows.len(), finished: reused, total: sweep.configurations.len() };
     // While operations are timed on this machine, no other work may run.
     let is_timed = sweep
         .configurations
         .iter()
         .any(|configuration| configuration.step.as_ref().is_ok_and(|step| step.device.is_measured()));
     let threads = if is_timed { 1 } else { threads.max(1) };
-    let mut run = SweepInProgress { sweep, evaluator, threads, store, lines, rows, done, show };
+    let mut run = SweepInProgress { sweep, evaluator, threads, store, lines, rows, progress, show };
     match run.sketch().and_then(|()| run.place()) {
         Ok(()) => run.finish(folder, reused, changed).map(Some),
         Err(End::Stopped) => Ok(None),
@@ -126,14 +129,8 @@ struct SweepInProgress<'a, F> {
     lines: HashMap<String, String>,
     /// Rows of this sweep by key.
     rows: HashMap<String, Row>,
-    /// See [`Progress::done`].
-    done: usize,
+    progress: Progress,
     show: F,
-}
-
-/// The number of work items that a row completes (see [`Progress`]).
-fn weight(row: &Row) -> usize {
-    1 + usize::from(row.is_final())
 }
 
 /// The reasons for which a sweep ends early.
@@ -254,9 +251,12 @@ impl<F: FnMut(Progress) -> ControlFlow<()>> SweepInProgress<'_, F> {
         // Parsed back from its line, so that the values are exactly those that a later run reads from the file.
         let row = self.store.parse(&line)?;
         self.lines.insert(row.key.clone(), line);
-        self.done += weight(&row);
-        self.done -= self.rows.insert(row.key.clone(), row).as_ref().map_or(0, weight);
-        match (self.show)(Progress { done: self.done, total: 2 * self.sweep.configurations.len() }) {
+        let is_final = row.is_final();
+        let before = self.rows.insert(row.key.clone(), row);
+        self.progress.estimated += usize::from(before.is_none());
+        self.progress.finished += usize::from(is_final);
+        self.progress.finished -= usize::from(before.is_some_and(|row| row.is_final()));
+        match (self.show)(self.progress) {
             ControlFlow::Continue(()) => Ok(()),
             ControlFlow::Break(()) => Err(End::Stopped),
         }

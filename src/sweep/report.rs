@@ -6,6 +6,7 @@
 
 use std::collections::BTreeMap;
 
+use gapless_alloc::Role;
 use gapless_alloc::draw::escape;
 use gapless_allocators::Kind;
 use gapless_parallel::{Cell, Shape};
@@ -16,17 +17,23 @@ use super::summary::{self, Fragmentation, Gain, Throughput};
 use super::{Configuration, Row, Sweep};
 use crate::page;
 use crate::run::{NAMES, key_of};
-use crate::step::Step;
+use crate::step::{Origin, Step};
 use crate::{Recompute, StepOptions};
 
 /// The JSON in the page's data element.
 #[derive(Serialize)]
 struct Page<'a> {
+    #[serde(flatten)]
+    origin: Origin,
+    /// Digest of the sweep's configurations.
+    sweep: String,
     title: &'a str,
     device: &'a str,
     capacity: u64,
     varied: &'a [String],
     allocators: Vec<&'static str>,
+    /// The roles that the letters of maps stand for.
+    roles: Vec<&'static str>,
     menus: &'a [String],
     fragmentation: Vec<Fragmentation>,
     /// Keys of the rows whose arena is larger than the lower bound.
@@ -66,6 +73,8 @@ struct PageRow<'a> {
     overhead: f64,
     tokens: f64,
     roles: &'a BTreeMap<String, u64>,
+    /// See [`Figures::map`].
+    map: &'a [String],
     ranks: &'a [u64],
     stages: &'a [[u64; 4]],
     updates: &'a [u64],
@@ -85,11 +94,14 @@ pub(super) fn page(sweep: &Sweep, rows: &[Row], throughput: &[Throughput]) -> St
     }
     let first = sweep.configurations.iter().find_map(|configuration| configuration.step.as_ref().ok());
     let page = Page {
+        origin: Origin::new(None),
+        sweep: sweep.digest(),
         title: &sweep.title,
         device: first.map_or("", |step| &step.device.name),
-        capacity: sweep.options.capacity.or(first.map(|step| step.device.arena_bytes())).unwrap_or(0),
+        capacity: sweep.options.capacity.or(first.map(Step::device_bytes)).unwrap_or(0),
         varied: &sweep.varied,
         allocators,
+        roles: Role::ALL.iter().map(|role| role.name()).collect(),
         menus: &sweep.menus,
         fragmentation: summary::fragmentation(sweep, rows),
         above: summary::above_bound(rows).into_iter().map(|row| &*row.key).collect(),
@@ -138,6 +150,7 @@ fn page_row<'a>(
         overhead: figures.overhead,
         tokens: figures.tokens_per_second,
         roles: &figures.roles,
+        map: &figures.map,
         ranks: &figures.live_bytes,
         stages: &figures.stages,
         updates: &figures.updates,

@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 use toml::Value;
 
 use super::Sweep;
+use crate::step::Origin;
 
 /// The outcome of a configuration, or the stage of evaluation that it is in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -33,6 +34,10 @@ pub enum Status {
 pub struct Row {
     /// Digest of all inputs that determine the row.
     pub key: String,
+    /// The version and commit of gapless that computed the row, and the digest of the step; the step is `None` if the
+    /// configuration is not a step.
+    #[serde(flatten)]
+    pub origin: Origin,
     /// The configuration's values of the keys that vary.
     pub configuration: BTreeMap<String, Value>,
     /// The outcome, or the stage of evaluation that the configuration is in.
@@ -62,6 +67,10 @@ pub struct Figures {
     pub plans: Vec<String>,
     /// Bytes at the peak of the fullest rank, by role.
     pub roles: BTreeMap<String, u64>,
+    /// A coarse memory map of the fullest rank's plan, over the ticks of the step and the bytes of the arena. Empty if the
+    /// step was not planned.
+    #[serde(default)]
+    pub map: Vec<String>,
     /// Peak of the live bytes in the tables that were replayed through allocators. If `lowering` selects an eager
     /// framework, these tables have the framework's lifetimes.
     pub allocated: u64,
@@ -114,6 +123,7 @@ pub(super) fn csv(sweep: &Sweep, rows: &[Row]) -> String {
     head.extend(sweep.allocators.iter().map(|kind| format!("{kind}_reduction")));
     let last = ["formula_bytes", "megatron_bytes", "step_ms", "bubble", "overhead", "tokens_per_second", "key", "why"];
     head.extend(last.map(str::to_owned));
+    head.extend(["version", "commit", "step", "plan_hashes"].map(str::to_owned));
     let mut text = head.join(",") + "\n";
     for row in rows {
         let mut fields: Vec<String> =
@@ -144,6 +154,9 @@ pub(super) fn csv(sweep: &Sweep, rows: &[Row]) -> String {
         fields.push(real(figures.map(|figures| figures.tokens_per_second), 1));
         fields.push(row.key.clone());
         fields.push(row.why.clone().unwrap_or_default());
+        let Origin { version, commit, step } = &row.origin;
+        fields.extend([version.clone(), commit.clone().unwrap_or_default(), step.clone().unwrap_or_default()]);
+        fields.push(figures.map_or_else(String::new, |figures| figures.plans.join(";")));
         text += &(fields.iter().map(|field| quoted(field)).collect::<Vec<_>>().join(",") + "\n");
     }
     text

@@ -193,6 +193,17 @@ impl Sweep {
     }
 }
 
+impl Sweep {
+    /// Returns a digest of the keys of all rows.
+    pub fn digest(&self) -> String {
+        let mut hasher = blake3::Hasher::new();
+        for configuration in &self.configurations {
+            hasher.update(configuration.key.as_bytes());
+        }
+        hasher.finalize().to_hex()[..16].to_owned()
+    }
+}
+
 /// Prefixes the key of an error with its table, and finds its line.
 fn in_table(error: ConfigError, text: &str, table: &str) -> ConfigError {
     let ConfigError::Value { key, line: None, why, remedy } = error else { return error };
@@ -385,7 +396,7 @@ fn is_one_of(here: Option<&Value>, value: &Value) -> bool {
 /// leaves out a device that is measured, because its measurements differ each time.
 fn digest(keys: &Table, step: &Result<Step, String>, file: &File) -> String {
     let read = match step {
-        Ok(step) => format!("{} {:?}", step.graph_key(), (!step.device.is_measured()).then_some(&step.device)),
+        Ok(step) => format!("{} {:?}", step.digest(), (!step.device.is_measured()).then_some(&step.device)),
         Err(why) => why.clone(),
     };
     let options = Table::try_from(&file.sweep).expect("keys and plain values are TOML");

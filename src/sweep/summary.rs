@@ -10,6 +10,7 @@ use serde::Serialize;
 
 use super::row::Figures;
 use super::{Row, Sweep};
+use crate::step::Origin;
 
 /// Approximate number of budgets at which throughput is compared.
 const BUDGETS: u64 = 64;
@@ -189,11 +190,13 @@ pub fn gains(sweep: &Sweep, throughput: &[Throughput]) -> Vec<Gain> {
 /// Returns the contents of `throughput.csv`, which has a line for each budget and menu.
 pub(super) fn csv(sweep: &Sweep, throughput: &[Throughput]) -> String {
     let names: Vec<&str> = [Kind::Gapless].iter().chain(&sweep.allocators).map(|kind| kind.name()).collect();
-    let mut text = format!("budget_bytes,menu,{}\n", names.join(","));
+    let mut text = format!("budget_bytes,menu,{},version,commit,sweep\n", names.join(","));
+    let Origin { version, commit, .. } = Origin::new(None);
+    let origin = format!("{version},{},{}", commit.unwrap_or_default(), sweep.digest());
     for Throughput { budget, tokens_per_second } in throughput {
         for (menu, best) in sweep.menus.iter().zip(tokens_per_second) {
             let best = best.iter().map(|best| best.map_or_else(String::new, |best| format!("{best:.1}")));
-            text += &format!("{budget},{menu},{}\n", best.collect::<Vec<_>>().join(","));
+            text += &format!("{budget},{menu},{},{origin}\n", best.collect::<Vec<_>>().join(","));
         }
     }
     text

@@ -287,6 +287,21 @@ fn a_sketch_bounds_the_step() {
     assert!(checked > 40, "{checked}");
 }
 
+/// The refusal of a budget names the rank that needs most, which is not the first one here.
+#[test]
+fn a_budget_is_refused_for_the_fullest_rank() {
+    let text = "[step]\nmodel = \"gpt:vocabulary=64,layers=8,heads=2,width=32\"\nbatch = 4\nmicro_batches = 2\nsequence = 16\n\
+                pipeline_ranks = 2\ncut = [\"h.1\"]\nbudget = \"1KiB\"\n[vary]\nschedule = [\"1f1b\"]\n";
+    let sweep = Sweep::parse(text).unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let rows = all(&sweep, folder.path(), 1).rows;
+    let step = sweep.configurations[0].step.as_ref().unwrap();
+    let graph = step.record().unwrap();
+    let needs = |rank| step.program(&graph, rank).unwrap_err().to_string();
+    let why = rows[0].why.as_deref().unwrap();
+    assert_eq!((rows[0].status, why), (Status::OverBudget, &*format!("rank 1: {}", needs(1))), "{}", needs(0));
+}
+
 /// The time of a single rank is the sum of its operations' times.
 #[test]
 fn one_rank_takes_what_its_operations_take() {

@@ -177,7 +177,9 @@ fn prints_json() {
     let output = gapless(&folder, TABLE, &["--json"]);
     let json: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
     let keys: Vec<&String> = json.as_object().unwrap().keys().collect();
-    assert_eq!(keys, ["buffers", "gap", "height", "lower_bound", "plan_ms", "proof", "stop_reason"]);
+    let expected =
+        ["buffers", "commit", "gap", "height", "lower_bound", "plan_hash", "plan_ms", "proof", "stop_reason"];
+    assert_eq!(keys, [&expected[..], &["version"]].concat());
     assert_eq!((&json["buffers"], &json["height"], &json["gap"]), (&3.into(), &1536.into(), &1.0.into()));
 }
 
@@ -284,7 +286,15 @@ fn ask(arguments: &str) -> (Option<i32>, String, String) {
 fn a_device_or_a_budget_is_a_question() {
     for (arguments, code, answer, told) in [
         ("--batch 4 --profile t4", 0, "fits: yes, ", "t4 has compute capability 7.5"),
-        ("--batch 4 --profile card.toml", 0, " of the 300 MiB of mine (320 MiB less 20 MiB for the CUDA context", ""),
+        ("--batch 4 --profile card.toml", 0, " of the 300 MiB of mine (320 MiB less 20 MiB outside the arena)", ""),
+        ("--batch 4 --profile card.toml", 0, "\noutside the arena: reserve of the profile 20 MiB\n", ""),
+        (
+            "--batch 4 --profile h200",
+            0,
+            "\noutside the arena: CUDA context 529 MiB, kernels 6 MiB, cuBLASLt nothing",
+            "",
+        ),
+        ("--batch 4 --profile h200 --pipeline-ranks 2", 0, "; NCCL 384 MiB (reported for H100s", ""),
         ("--batch 4 --budget 1GiB", 0, " of the 1 GiB of the budget", ""),
         ("--batch 4 --device cpu --profile h100", 0, "fits: yes, ", "--device cuda plans with those of h100"),
         ("--batch 64 --profile card.toml", 3, "fits: no: the step needs ", "what helps: adapters (trainable.lora)"),
@@ -407,11 +417,80 @@ fn a_step_of_several_ranks_takes_longer_than_a_rank_computes() {
     let (_, out, err) = ask("--ranks 2 --batch 8 --micro-batches 2 --json");
     let json: serde_json::Value = serde_json::from_str(&out).unwrap_or_else(|_| panic!("{out}{err}"));
     let compared = &json["meshes"]["compared"][json["meshes"]["chosen"].as_u64().unwrap() as usize];
-    assert_eq!(compared["step_ms"], json["simulated_ms"]);
+    assert_eq!(compared["step_ms"], json["step_ms"]);
     let (_, out, err) = ask("--pipeline-ranks 2 --batch 8 --micro-batches 2");
-    assert!(out.contains("; a step takes ") && out.contains(" ms, of which this rank computes "), "{out}{err}");
+    assert!(out.contains("; a step takes ") && out.contains(" ms of which this rank is busy, "), "{out}{err}");
     let (_, out, err) = ask("--batch 8");
-    assert!(out.contains("; a step takes ") && !out.contains("this rank computes"), "{out}{err}");
+    assert!(out.contains("; a step takes ") && !out.contains("this rank"), "{out}{err}");
+}
+
+/// `plan` and `schedule` have one time for a step. A rank is busy for a part of it.
+#[test]
+fn a_step_has_one_time() {
+    for step in ["", " --pipeline-ranks 2 --schedule zbv", " --pipeline-ranks 2 --offload gelu --recompute layers"] {
+        let step = format!("--batch 8 --micro-batches 4{step}");
+        let (_, out, err) = ask(&format!("{step} --planning 100000 --rank all --json"));
+        let json: serde_json::Value = serde_json::from_str(&out).unwrap_or_else(|_| panic!("{out}{err}"));
+        let ranks = json.as_array().map_or(std::slice::from_ref(&json), Vec::as_slice);
+        let mut command = Command::new(env!("CARGO_BIN_EXE_gapless"));
+        command.args(["schedule", "--model", "small", "--sequence", "128", "--precision", "bf16", "--device", "cuda"]);
+        let output = command.args(step.split(' ')).arg("--json").output().unwrap();
+        let timeline: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+        for (rank, planned) in ranks.iter().enumerate() {
+            assert_eq!(planned["step_ms"], timeline["makespan"].as_u64().unwrap() as f64 / 1e6, "{step}");
+            let busy = timeline["makespan"].as_u64().unwrap() - timeline["bubble"][rank].as_u64().unwrap();
+            assert_eq!(planned["rank_ms"], busy as f64 / 1e6, "{step}");
+        }
+    }
+}
+
+/// Copies of offloaded activations count in the time of a step, at the rates of the profile.
+#[test]
+fn offloading_takes_time() {
+    let planned = |arguments: &str| -> serde_json::Value {
+        let (_, out, err) = ask(&format!("--batch 8 --planning 100000 --json{arguments}"));
+        serde_json::from_str(&out).unwrap_or_else(|_| panic!("{out}{err}"))
+    };
+    let (plain, offloaded) = (planned(""), planned(" --offload gelu"));
+    let ms = |json: &serde_json::Value, key: &str| json[key].as_f64().unwrap();
+    assert_eq!(ms(&plain, "offload_ms"), 0.0);
+    assert!((ms(&offloaded, "step_ms") - ms(&plain, "step_ms") - ms(&offloaded, "offload_ms")).abs() < 1e-3);
+    // Every activation is written once and read once, over PCIe 5.0 with 16 lanes and to a disk with 4 lanes of PCIe 4.0.
+    let bytes = 2.0 * offloaded["host_bytes"].as_f64().unwrap();
+    let expected = 1e3 * bytes * (1.0 / (0.8 * 64e9) + 1.0 / (0.8 * 8e9));
+    assert!((ms(&offloaded, "offload_ms") / expected - 1.0).abs() < 1e-3, "{offloaded} {expected}");
+    let (_, out, _) = ask("--batch 8 --planning 100000 --offload gelu");
+    assert!(out.contains("during which nothing is computed"), "{out}");
+}
+
+/// Stages are cut equally, or at layers, in every command.
+#[test]
+fn stages_are_cut_as_the_user_says() {
+    let planned = |cut: &str| -> serde_json::Value {
+        let (_, out, err) =
+            ask(&format!("--batch 4 --micro-batches 2 --pipeline-ranks 2 --planning 100000 --rank all --json{cut}"));
+        serde_json::from_str(&out).unwrap_or_else(|_| panic!("{out}{err}"))
+    };
+    let hashes = |cut: &str| [0, 1].map(|rank| planned(cut)[rank]["plan_hash"].clone());
+    let equal = hashes(" --cut equal");
+    assert_eq!(equal, hashes(" --cut h.3"));
+    assert_ne!(equal, hashes(" --cut h.4"));
+    assert_eq!(hashes(""), hashes(" --cut balanced"));
+    let (code, _, err) = ask("--batch 8 --micro-batches 8 --pipeline-ranks 8 --cut equal");
+    assert!(code == Some(2) && err.contains("the model has 6 layers for 8"), "{err}");
+    let (code, _, err) = ask("--batch 4 --micro-batches 2 --pipeline-ranks 2 --cut h.9");
+    assert!(code == Some(2) && err.contains("no layer \"h.9\""), "{err}");
+}
+
+/// The planner's work applies to the tables of eager frameworks too.
+#[test]
+fn planning_applies_to_eager_tables() {
+    let (_, out, _) = ask("--batch 4 --lowering eager --planning 1 --json");
+    let json: serde_json::Value = serde_json::from_str(&out).unwrap();
+    let (_, out, _) = ask("--batch 4 --lowering eager --json");
+    let all: serde_json::Value = serde_json::from_str(&out).unwrap();
+    assert_ne!(json["stop_reason"], all["stop_reason"], "{json} {all}");
+    assert!(json["height"].as_u64() >= all["height"].as_u64());
 }
 
 #[test]

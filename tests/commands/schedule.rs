@@ -169,3 +169,49 @@ fn prints_json_and_draws() {
     assert_eq!(complete.len(), 8);
     assert_eq!((&complete[0]["name"], &complete[0]["ts"], &complete[0]["dur"]), (&"0F0".into(), &0.into(), &3.into()));
 }
+
+/// A table of one's own is the schedule of a model's step, in every command.
+#[test]
+fn a_table_orders_the_step_of_a_model() {
+    let folder = tempfile::tempdir().unwrap();
+    let gapless = |arguments: &str| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_gapless"));
+        command.args(arguments.split_whitespace()).current_dir(folder.path()).output().unwrap()
+    };
+    let json = |arguments: &str| -> serde_json::Value {
+        let output = gapless(arguments);
+        assert!(output.status.success(), "{arguments}: {}", String::from_utf8_lossy(&output.stderr));
+        serde_json::from_slice(&output.stdout).unwrap()
+    };
+    let order = printed(folder.path(), "zbv --ranks 2 --chunks 2 --micro-batches 4 --csv");
+    fs::write(folder.path().join("order.csv"), order).unwrap();
+    let step = "--model small --batch 4 --micro-batches 4 --sequence 32 --pipeline-ranks 2";
+    let makespan = |schedule: &str| json(&format!("schedule {step} --json {schedule}"))["makespan"].clone();
+    assert_eq!(makespan("--table order.csv"), makespan("--schedule zbv"));
+    assert_ne!(makespan("--table order.csv"), makespan("--schedule gpipe"));
+    for command in ["plan --planning 1000", "compare --planning 1000 --allocators gapless"] {
+        let hash =
+            |schedule: &str| json(&format!("{command} {step} --json --schedule {schedule}"))["plan_hash"].clone();
+        assert_eq!(hash("order.csv"), hash("zbv"), "{command}");
+    }
+    let spec = "model = \"gpt:vocabulary=64,layers=4,heads=2,width=32\"\nmesh.pipeline = 2\n[step]\nbatch = 4\nmicro_batches = 4\n\
+                sequence = 16\n[vary]\nschedule = [\"zbv\", \"order.csv\"]\n[sweep]\nplan = \"all\"\n";
+    fs::write(folder.path().join("sweep.toml"), spec).unwrap();
+    assert!(gapless("sweep sweep.toml --out out --threads 1").status.success());
+    let rows = fs::read_to_string(folder.path().join("out/results.jsonl")).unwrap();
+    let rows: Vec<serde_json::Value> = rows.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    assert_eq!((&rows[0]["plans"], &rows[0]["nanoseconds"]), (&rows[1]["plans"], &rows[1]["nanoseconds"]));
+    assert_ne!((&rows[0]["key"], &rows[0]["step"]), (&rows[1]["key"], &rows[1]["step"]));
+    for (arguments, words) in [
+        (
+            "plan --model small --batch 4 --micro-batches 2 --pipeline-ranks 2 --schedule order.csv",
+            "4 micro-batch(es), not for ",
+        ),
+        ("schedule --table order.csv --model small --schedule zbv", "--table is the schedule"),
+        ("plan --model small --schedule nothing.csv", "nothing.csv: "),
+    ] {
+        let output = gapless(arguments);
+        let error = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.code() == Some(2) && error.contains(words), "{arguments}: {error}");
+    }
+}

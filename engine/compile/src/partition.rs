@@ -11,6 +11,7 @@ use gapless_graph::{Graph, Node, NodeId, Place, Source};
 use gapless_parallel::StageId;
 
 use crate::error::{Error, Result};
+use crate::recompute::layers_of;
 
 /// The stage boundaries of a model.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -19,9 +20,19 @@ pub enum StagePartition {
     /// that it sends and receives.
     #[default]
     Balanced,
+    /// All stages have the same number of layers (`h.0`, `h.1`, …); if the number does not divide, the numbers differ by
+    /// one. The embedding belongs to the first stage, and the head to the last.
+    Equal,
     /// Stages begin at these layers, e.g. `h.3`, in the order of the model. The first stage is not listed, so there is
     /// one fewer layer than stages.
     Before(Vec<String>),
+}
+
+impl StagePartition {
+    /// True for the default.
+    pub fn is_balanced(&self) -> bool {
+        *self == Self::Balanced
+    }
 }
 
 /// The number of floating-point operations that take as long as sending one byte to another rank. On current machines,
@@ -37,6 +48,7 @@ pub fn partition(graph: &mut Graph, stages: usize, cut: &StagePartition) -> Resu
     let nodes: Vec<NodeId> = graph.node_ids().collect();
     let starts = match cut {
         StagePartition::Balanced => balanced(graph, stages)?,
+        StagePartition::Equal => before(graph, stages, &equal(graph, stages)?)?,
         StagePartition::Before(layers) => before(graph, stages, layers)?,
     };
     for (index, node) in nodes.into_iter().enumerate() {
@@ -88,6 +100,16 @@ fn parameters<'g>(graph: &'g Graph, node: &Node) -> impl Iterator<Item = &'g str
 
 fn place(stage: usize) -> Place {
     Place::Stage(StageId(stage as u32))
+}
+
+/// Returns the first layer of each stage after stage 0, for stages with equal numbers of layers.
+fn equal(graph: &Graph, stages: usize) -> Result<Vec<String>> {
+    let layers = layers_of(graph);
+    if layers.len() < stages {
+        let why = format!("equal stages need a layer each, but the model has {} layers for {stages}", layers.len());
+        return Err(Error::config("pipeline.cut", why, "use balanced, fewer stages, or a deeper model"));
+    }
+    Ok((1..stages).map(|stage| layers[stage * layers.len() / stages].to_owned()).collect())
 }
 
 /// Returns the index of the first node of each stage after stage 0, for stages that begin at given layers.

@@ -326,8 +326,8 @@ impl Instr {
         }
     }
 
-    /// Returns the modelled time of the instruction on a device. It is 0 for messages, offload copies, and instructions
-    /// that run only if rows were evicted.
+    /// Returns the modelled time of the instruction's arithmetic and memory traffic on a device. It is 0 for messages,
+    /// offload copies, and instructions that run only if rows were evicted.
     pub fn nanoseconds(&self, rates: &Rates) -> u64 {
         match &self.kind {
             InstrKind::Compute(op) if self.predicate.is_none() => {
@@ -340,6 +340,16 @@ impl Instr {
 }
 
 impl Program {
+    /// Adds a buffer of `bytes` bytes to the offload file.
+    ///
+    /// # Panics
+    /// Panics if the file has 2^32 buffers.
+    pub fn add_offload(&mut self, bytes: u64) -> OffloadId {
+        let id = OffloadId(u32::try_from(self.offload.len()).expect("fewer than 2^32 buffers"));
+        self.offload.push(OffloadBuffer { bytes });
+        id
+    }
+
     /// Returns the activity of each instruction.
     pub(crate) fn activities(&self) -> Vec<Activity> {
         let mut activities = vec![Activity::Update; self.instrs.len()];

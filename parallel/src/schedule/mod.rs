@@ -12,6 +12,7 @@ mod one_f_one_b;
 mod rank_order;
 mod searched_zb;
 mod searched_zbv;
+mod tabulated;
 mod v_half;
 mod v_min;
 mod v_one_f_one_b;
@@ -31,12 +32,15 @@ pub use looped_breadth_first::LoopedBreadthFirst;
 pub use one_f_one_b::OneForwardOneBackward;
 pub use searched_zb::SearchedZb;
 pub use searched_zbv::SearchedZbv;
+pub use tabulated::Tabulated;
 pub use v_half::VHalf;
 pub use v_min::VMin;
 pub use v_one_f_one_b::VOneForwardOneBackward;
 pub use zb_h1::ZbH1;
 pub use zb_h2::ZbH2;
 pub use zbv::Zbv;
+
+use std::path::Path;
 
 use crate::{Action, Cell, Error};
 
@@ -128,6 +132,19 @@ pub trait Schedule {
     fn placement(&self) -> Placement {
         Placement::Loop
     }
+
+    /// Returns the usual number of stages per rank.
+    fn usual_chunks(&self) -> u32 {
+        match self.placement() {
+            Placement::Loop => 1,
+            Placement::V => 2,
+        }
+    }
+
+    /// Returns the text for which [`by_name`] returns this schedule.
+    fn key(&self) -> String {
+        self.name().to_owned()
+    }
 }
 
 /// Returns every rule-based schedule of this crate, in the order in which the documentation lists the schedules.
@@ -156,11 +173,15 @@ fn cost_based() -> [Box<dyn Schedule + Send + Sync>; 3] {
 }
 
 /// Returns the schedule with this name: a rule-based one, or [`Automatic`], [`SearchedZb`] or [`SearchedZbv`] with
-/// equal costs.
+/// equal costs. A name that ends in `.csv` is the path of a table ([`Tabulated`]).
 ///
 /// # Errors
-/// Returns [`Error::Unknown`], which lists the known names, if no schedule has this name.
+/// Returns [`Error::Unknown`], which lists the known names, if no schedule has this name, and the errors of
+/// [`Tabulated::read`].
 pub fn by_name(name: &str) -> Result<Box<dyn Schedule + Send + Sync>, Error> {
+    if name.ends_with(".csv") {
+        return Ok(Box::new(Tabulated::read(Path::new(name))?));
+    }
     let known = || all().into_iter().chain(cost_based());
     known().find(|schedule| schedule.name() == name).ok_or_else(|| {
         let known: Vec<&str> = known().map(|schedule| schedule.name()).collect();

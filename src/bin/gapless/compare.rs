@@ -10,9 +10,9 @@ use std::time::Duration;
 
 use anyhow::{Context, bail};
 use flate2::bufread::MultiGzDecoder;
-use gapless::step::{Lowering, Step};
+use gapless::step::{Lowering, Origin, Step};
 use gapless_alloc::draw::Bytes;
-use gapless_alloc::{Options, Problem, Solution, csv};
+use gapless_alloc::{Options, Problem, Solution, csv, plan_hash};
 use gapless_allocators::{
     Compared, Comparison, Kind, PyTorchOptions, Refused, Requests, Snapshot, SnapshotError, page, read_snapshot,
 };
@@ -78,12 +78,16 @@ fn compare_all(arguments: &Arguments) -> anyhow::Result<()> {
     }
     let mut compared: Vec<Outcome> = Vec::new();
     for program in programs {
-        let (title, refused) = (program.title.clone(), program.refused.clone());
+        let (title, refused, origin) = (program.title.clone(), program.refused.clone(), program.origin.clone());
+        let hash = |offsets: &[u64]| plan_hash(&program.problem, offsets).to_string();
+        let table_hash = hash(&vec![0; program.problem.len()]);
+        let plan_hash = program.plan.as_ref().map(|plan| hash(&plan.offsets));
         let refused = refused.map(|(refused, program)| {
             let capacity = arguments.capacity.unwrap_or(refused.capacity());
             Ok::<_, anyhow::Error>(OutOfMemory { compared: replayed(arguments, *program, Some(capacity))?, refused })
         });
-        compared.push(Outcome { title, refused: refused.transpose()?, compared: compare_one(arguments, program)? });
+        let (refused, compared_here) = (refused.transpose()?, compare_one(arguments, program)?);
+        compared.push(Outcome { title, origin, table_hash, plan_hash, refused, compared: compared_here });
     }
     let text = match (arguments.json, &compared[..]) {
         (true, all) => to_json(all)? + "\n",
@@ -98,6 +102,13 @@ fn compare_all(arguments: &Arguments) -> anyhow::Result<()> {
 struct Outcome {
     #[serde(skip)]
     title: String,
+    #[serde(flatten)]
+    origin: Origin,
+    /// Hash of the lifetimes that were replayed.
+    table_hash: String,
+    /// Hash of the plan of a step of this engine.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    plan_hash: Option<String>,
     #[serde(flatten)]
     compared: Compared,
     /// The last request of the snapshot that PyTorch could not serve; `None` if PyTorch served all requests.
@@ -148,10 +159,13 @@ impl Display for Outcome {
 #[derive(Clone)]
 struct Program {
     title: String,
+    origin: Origin,
     problem: Problem,
     requests: Requests,
     /// The plan of the program; `None` if the program has not been planned yet.
     plan: Option<Solution>,
+    /// The maximum work of the planner.
+    work: u64,
     /// The last request that PyTorch could not serve, and the program up to this request.
     refused: Option<(Refused, Box<Program>)>,
 }
@@ -167,7 +181,7 @@ fn compare_one(arguments: &Arguments, program: Program) -> anyhow::Result<Compar
 }
 
 fn replayed(arguments: &Arguments, program: Program, capacity: Option<u64>) -> anyhow::Result<Compared> {
-    let Program { title, problem, requests, plan, .. } = program;
+    let Program { title, problem, requests, plan, work, .. } = program;
     if problem.is_empty() {
         bail!("{title}: no buffers, nothing to compare");
     }
@@ -182,7 +196,7 @@ fn replayed(arguments: &Arguments, program: Program, capacity: Option<u64>) -> a
             pytorch: arguments.pytorch_options.clone(),
             smallest_device: arguments.smallest_device,
             pictures: arguments.html.is_some(),
-            planner: Options { deadline: arguments.deadline, ..Options::default() },
+            planner: Options { deadline: arguments.deadline, work, ..Options::default() },
             plan,
         },
     ))
@@ -202,13 +216,31 @@ fn read(arguments: &Arguments) -> anyhow::Result<Vec<Program>> {
                 tell("gapless compare: gaps are ignored: every buffer keeps its bytes for its whole lifetime");
             }
             let requests = Requests::new(&table.problem);
-            Ok(vec![Program { title: title(path), problem: table.problem, requests, plan: None, refused: None }])
+            let work = Options::DEFAULT_WORK;
+            Ok(vec![Program {
+                title: title(path),
+                origin: Origin::new(None),
+                problem: table.problem,
+                requests,
+                plan: None,
+                work,
+                refused: None,
+            }])
         }
         (None, Some(path)) => {
             let snapshot = read_snapshot(open(path)?, arguments.snapshot_device).with_context(|| cannot(path))?;
             let program = |snapshot: Snapshot, refused| {
                 let requests = Requests::new(&snapshot.problem).on_streams(snapshot.streams);
-                Program { title: title(path), problem: snapshot.problem, requests, plan: None, refused }
+                let work = Options::DEFAULT_WORK;
+                Program {
+                    title: title(path),
+                    origin: Origin::new(None),
+                    problem: snapshot.problem,
+                    requests,
+                    plan: None,
+                    work,
+                    refused,
+                }
             };
             let refused = snapshot.refused.last().cloned();
             let until = refused.map(|refused| {
@@ -242,7 +274,15 @@ fn of_ranks(step: &Step) -> anyhow::Result<Vec<Program>> {
             _ => format!("{}, rank {rank}", step.title()),
         };
         let requests = Requests::new(&problem);
-        Ok(Program { title, problem, requests, plan, refused: None })
+        Ok(Program {
+            title,
+            origin: Origin::new(Some(step)),
+            problem,
+            requests,
+            plan,
+            work: step.options.memory.planning,
+            refused: None,
+        })
     };
     step.ranks.iter().map(planned).collect()
 }

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use anyhow::{Context, bail};
+use gapless::step::Origin;
 use gapless::timeline;
 use gapless_parallel::{
     Automatic, Cell, Costs, Interleaved, Placement, Saved, Schedule, SearchedZb, SearchedZbv, Sends, Shape, Timeline,
@@ -33,7 +34,7 @@ pub struct Arguments {
     /// in nanoseconds.
     #[arg(group = "input", value_name = "NAME|RUN.toml")]
     name: Option<String>,
-    /// A table of your own instead: PyTorch's CSV, one row per rank.
+    /// A table of your own instead: PyTorch's CSV, one row per rank. With --model, the step of the model is shown in this order.
     #[arg(long, value_name = "FILE.csv", group = "input")]
     table: Option<PathBuf>,
     /// For interleaved: the number of micro-batches that pass one chunk before the next (Megatron's micro-batch group
@@ -135,8 +136,10 @@ pub fn run(arguments: &Arguments) -> ExitCode {
 /// Checks a table and shows it, or shows the step of a run. If the checker rejects the table, returns the violations,
 /// and does not show the table. Otherwise returns an empty list.
 fn show(arguments: &Arguments) -> anyhow::Result<Vec<Violation>> {
-    if arguments.table.is_some() && !arguments.run.is_empty() {
-        bail!("keys of a run have no effect on --table; leave the keys out");
+    if arguments.table.is_some() && !arguments.run.is_empty() && !arguments.run.has("model") {
+        bail!(
+            "keys of a run have no effect on --table; leave the keys out, or give a --model whose step has this order"
+        );
     }
     if arguments.run.names_a_run(file(arguments)) {
         return of_model(arguments);
@@ -157,7 +160,8 @@ fn show(arguments: &Arguments) -> anyhow::Result<Vec<Violation>> {
         tell("gapless schedule: this table needs buffered sends; --communicate inserts messages that do not");
     }
     let timeline = simulate(&table, &costs[..])?;
-    write_output(arguments, &title, &extent, &table, &timeline, "ticks")?;
+    let origin = Origin::new(None);
+    write_output(arguments, (&title, &origin), &extent, &table, &timeline, "ticks")?;
     Ok(violations)
 }
 
@@ -175,6 +179,16 @@ fn keys(arguments: &Arguments) -> anyhow::Result<RunArguments> {
         }
         keys.assign("pipeline.schedule", name);
     }
+    if let Some(path) = &arguments.table {
+        if keys.has("schedule") {
+            bail!("--table is the schedule; leave --schedule out");
+        }
+        let path = path.to_str().context("the path of --table is not UTF-8")?;
+        if !path.ends_with(".csv") {
+            bail!("{path} is not the path of a table for a model; its name must end in .csv");
+        }
+        keys.assign("pipeline.schedule", path);
+    }
     Ok(keys)
 }
 
@@ -190,14 +204,15 @@ fn of_model(arguments: &Arguments) -> anyhow::Result<Vec<Violation>> {
     let table: Vec<Vec<Cell>> =
         timing.timeline.ranks.iter().map(|spans| spans.iter().map(|span| span.cell).collect()).collect();
     let title = format!("{} under {} on {}", step.title(), step.options.pipeline.schedule.name(), step.device.name);
-    write_output(arguments, &title, &Extent::of(&table)?, &table, &timing.timeline, "ns")?;
+    let origin = Origin::new(Some(&step));
+    write_output(arguments, (&title, &origin), &Extent::of(&table)?, &table, &timing.timeline, "ns")?;
     Ok(Vec::new())
 }
 
 /// Writes the files and prints the text that the arguments ask for.
 fn write_output(
     arguments: &Arguments,
-    title: &str,
+    (title, origin): (&str, &Origin),
     extent: &Extent,
     table: &[Vec<Cell>],
     timeline: &Timeline,
@@ -212,7 +227,7 @@ fn write_output(
     write(&arguments.trace, &|| timeline.trace())?;
     let text = match arguments {
         Arguments { csv: true, .. } => write_table(table),
-        Arguments { json: true, .. } => json(title, extent, table, timeline) + "\n",
+        Arguments { json: true, .. } => json((title, unit, origin), extent, table, timeline) + "\n",
         _ => text(title, extent, timeline, arguments.width, unit),
     };
     print(|out| out.write_all(text.as_bytes()))
@@ -401,7 +416,12 @@ fn has_messages(table: &[Vec<Cell>]) -> bool {
     table.iter().flatten().any(|cell| matches!(cell, Cell::Communicate(message) if message.micro_batch.is_some()))
 }
 
-fn json(title: &str, extent: &Extent, table: &[Vec<Cell>], timeline: &Timeline) -> String {
+fn json(
+    (title, unit, origin): (&str, &str, &Origin),
+    extent: &Extent,
+    table: &[Vec<Cell>],
+    timeline: &Timeline,
+) -> String {
     let spans = timeline.ranks.iter().map(|spans| {
         let span = |span: &gapless_parallel::Span| {
             serde_json::json!({"cell": span.cell.to_string(), "start": span.start, "end": span.end})
@@ -409,8 +429,11 @@ fn json(title: &str, extent: &Extent, table: &[Vec<Cell>], timeline: &Timeline) 
         spans.iter().map(span).collect::<Vec<_>>()
     });
     let table: Vec<Vec<String>> = table.iter().map(|row| row.iter().map(Cell::to_string).collect()).collect();
-    serde_json::json!({
+    let mut json = serde_json::json!({
+        "version": origin.version,
+        "commit": origin.commit,
         "name": title,
+        "unit": unit,
         "ranks": extent.ranks,
         "stages": extent.stages,
         "micro_batches": extent.micro_batches,
@@ -420,8 +443,11 @@ fn json(title: &str, extent: &Extent, table: &[Vec<Cell>], timeline: &Timeline) 
         "bubble": (0..extent.ranks).map(|rank| timeline.bubble(rank)).collect::<Vec<_>>(),
         "bubble_share": timeline.bubble_share(),
         "peak": (0..extent.ranks).map(|rank| timeline.peak(rank)).collect::<Vec<_>>(),
-    })
-    .to_string()
+    });
+    if let Some(step) = &origin.step {
+        json["step"] = step.as_str().into();
+    }
+    json.to_string()
 }
 
 fn text(title: &str, extent: &Extent, timeline: &Timeline, width: usize, unit: &str) -> String {

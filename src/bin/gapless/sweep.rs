@@ -1,12 +1,13 @@
 //! `gapless sweep SPEC.toml`: compares many training steps by bytes and time.
 
+use std::collections::BTreeMap;
 use std::ops::ControlFlow;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::thread::available_parallelism;
 
 use gapless::run::Stop;
-use gapless::sweep::{Progress, Results, Status, Sweep, above_bound, fragmentation, gains, run as sweep};
+use gapless::sweep::{Progress, Results, Row, Status, Sweep, above_bound, fragmentation, gains, run as sweep};
 use gapless_alloc::draw::Bytes;
 use indicatif::{ProgressBar, ProgressStyle};
 
@@ -17,7 +18,7 @@ use crate::output::{print, tell};
 ///
 /// The file has [step], [vary] and [sweep] (docs/sweep.md); results.jsonl, results.csv and report.html are written to the folder. If
 /// interrupted, the same command continues. Exit code: 0 if all is done, 1 if the folder cannot be used, 2 if the file is not a valid
-/// sweep, 128 + n after signal n.
+/// sweep, 3 if no configuration fits, 128 + n after signal n.
 #[derive(Debug, clap::Args)]
 pub struct Arguments {
     /// The sweep file.
@@ -52,10 +53,15 @@ pub fn run(arguments: &Arguments) -> ExitCode {
         Ok(threads) => threads,
         Err(error) => return fail(&error, 1),
     };
-    let show = |Progress { done, total }: Progress| {
-        bar.set_position(done as u64);
-        if bar.is_hidden() && (done % 1000 == 0 || done == total) {
-            tell(format_args!("{done} of {total}"));
+    let mut told = None;
+    let show = |progress: Progress| {
+        let Progress { estimated, finished, total } = progress;
+        bar.set_position(finished as u64);
+        bar.set_message(if estimated < total { format!("estimated {estimated}") } else { String::new() });
+        // Without a terminal, the first row is reported, and then every tenth of each phase.
+        let tenths = [estimated, finished].map(|count| 10 * count / total.max(1));
+        if bar.is_hidden() && told.replace(tenths) != Some(tenths) {
+            tell(format_args!("{estimated} of {total} configurations are estimated, {finished} are finished"));
         }
         if stop.signal().is_some() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
     };
@@ -68,14 +74,30 @@ pub fn run(arguments: &Arguments) -> ExitCode {
             ExitCode::from(128 + signal.unwrap_or(0))
         }
         (Ok(Some(results)), _) => match summary(&spec, &results, arguments) {
-            Ok(()) => ExitCode::SUCCESS,
+            Ok(()) if results.rows.iter().any(|row| row.status == Status::Fits) => ExitCode::SUCCESS,
+            Ok(()) => {
+                tell(format_args!("gapless sweep: no configuration fits{}", usual_reason(&results.rows)));
+                ExitCode::from(3)
+            }
             Err(error) => fail(&format_args!("{error:#}"), 1),
         },
     }
 }
 
+/// Returns the most frequent reason why configurations are invalid or over their budget, as the end of a sentence.
+fn usual_reason(rows: &[Row]) -> String {
+    let mut counts: BTreeMap<&str, usize> = BTreeMap::new();
+    for why in rows.iter().filter_map(|row| row.why.as_deref()) {
+        *counts.entry(why).or_default() += 1;
+    }
+    match counts.into_iter().max_by_key(|&(_, count)| count) {
+        Some((why, count)) => format!("; the reason of {count} of {}: {why}", rows.len()),
+        None => "; give the step more ranks, more recomputation or a larger device".to_owned(),
+    }
+}
+
 fn progress_bar(rows: u64) -> ProgressBar {
-    let style = ProgressStyle::with_template("{pos}/{len} {wide_bar} ETA {eta}").expect("the template is sound");
+    let style = ProgressStyle::with_template("{pos}/{len} {wide_bar} {msg} ETA {eta}").expect("the template is sound");
     ProgressBar::new(rows).with_style(style)
 }
 

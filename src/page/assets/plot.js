@@ -74,3 +74,48 @@ function steps(at, points, color, dash = "") {
   const d = `M${first.join(" ")}` + rest.map(([x, y]) => `H${x}V${y}`).join("") + `H${at.right}`;
   return element(at.svg, "path", { class: "front", d, stroke: color, "stroke-dasharray": dash });
 }
+
+// Draws the legend of a plot below it, inside the picture. Entries are [name, color, line], where line is the dashes of a
+// line, or undefined for a square.
+function legend(at, entries) {
+  const line = 18;
+  let [x, y] = [at.left, at.height + 12];
+  for (const [name, color, dash] of entries) {
+    const width = 34 + 6.6 * name.length;
+    if (x + width > at.width && x > at.left) [x, y] = [at.left, y + line];
+    if (dash === undefined) element(at.svg, "rect", { x, y: y - 9, width: 11, height: 11, rx: 3, fill: color });
+    else element(at.svg, "path", { class: "front", d: `M${x} ${y - 4}H${x + 18}`, stroke: color, "stroke-dasharray": dash });
+    element(at.svg, "text", { x: x + 24, y, class: "label" }, name);
+    x += width;
+  }
+  at.height = y + 6;
+  at.svg.setAttribute("viewBox", `0 0 ${at.width} ${at.height}`);
+}
+
+// The picture as a file: with the colors and fonts that are shown, because a file has no style sheet.
+function picture(svg) {
+  const copy = svg.cloneNode(true);
+  const [from, to] = [svg, copy].map((root) => [root, ...root.querySelectorAll("*")]);
+  const kept = ["fill", "fill-opacity", "stroke", "stroke-width", "stroke-opacity", "stroke-dasharray", "font-family", "font-size", "text-anchor"];
+  to.forEach((node, index) => {
+    const style = getComputedStyle(from[index]);
+    for (const name of kept) node.setAttribute(name, style.getPropertyValue(name));
+  });
+  copy.setAttribute("xmlns", SVG);
+  copy.setAttribute("style", `background:${getComputedStyle(svg.closest("section")).backgroundColor}`);
+  return new XMLSerializer().serializeToString(copy);
+}
+
+// Adds links below a plot that save it as SVG, and its points as CSV.
+function exports(box, at, name, head, lines) {
+  const quoted = (value) => (/[",\n]/.test(`${value}`) ? `"${`${value}`.replaceAll('"', '""')}"` : `${value ?? ""}`);
+  const csv = () => [head, ...lines].map((line) => line.map(quoted).join(",") + "\n").join("");
+  const line = element(box, "p", { class: "exports" });
+  const link = (type, media, text) => {
+    const made = element(line, "a", { href: "#", download: `${name}.${type}` }, type.toUpperCase());
+    // The contents are made when they are wanted.
+    made.onclick = () => made.setAttribute("href", `data:${media};charset=utf-8,${encodeURIComponent(text())}`);
+  };
+  link("svg", "image/svg+xml", () => picture(at.svg));
+  link("csv", "text/csv", csv);
+}

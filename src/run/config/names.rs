@@ -7,7 +7,7 @@ use super::{ConfigError, ModelConfig};
 
 /// Short names and their keys. A flag of the command is a short name with dashes: `--micro-batches 4` means
 /// `--set step.micro_batches=4`.
-pub const NAMES: [(&str, &str); 28] = [
+pub const NAMES: [(&str, &str); 29] = [
     ("model", "model"),
     ("batch", "step.batch"),
     ("micro_batches", "step.micro_batches"),
@@ -19,6 +19,7 @@ pub const NAMES: [(&str, &str); 28] = [
     ("expert_ranks", "mesh.expert"),
     ("schedule", "pipeline.schedule"),
     ("chunks", "pipeline.chunks"),
+    ("cut", "pipeline.cut"),
     ("recompute", "memory.recompute"),
     ("budget", "memory.budget"),
     ("compress", "memory.compress"),

@@ -8,9 +8,9 @@
 //! In both programs, each expert has its own parameters, and an expert that gets no row is skipped. The module `rules`
 //! describes how to read the functions.
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::BTreeMap;
 
-use gapless_engine::graph::{Graph, NodeId, Numbers, Phase, Place, ValueId};
+use gapless_engine::graph::{Graph, NodeId, Numbers, Phase, ValueId};
 
 use super::autograd::{Autograd, Var};
 use super::rules::sort_workspace;
@@ -33,8 +33,7 @@ pub struct Mixture {
 }
 
 impl Mixture {
-    /// Finds the mixtures of experts of a graph, by layer. Layers whose experts choose tokens are left out, and so are
-    /// layers that are split between stages.
+    /// Finds the mixtures of experts of a graph, by layer. Layers whose experts choose tokens are left out.
     pub fn find(graph: &Graph) -> BTreeMap<String, Self> {
         let mut layers: BTreeMap<String, Vec<NodeId>> = BTreeMap::new();
         for id in graph.node_ids().filter(|&id| graph.node(id).phase == Phase::Forward) {
@@ -50,9 +49,7 @@ impl Mixture {
         let dispatch = named("dispatch").next()?;
         let weights = input(named("slot_weights").next()?, 0);
         let elements = |id: ValueId| graph.value(id).spec.elements();
-        let place = |id: &NodeId| graph.node(*id).place;
-        let places: HashSet<Place> = nodes.iter().map(place).collect();
-        if places.len() > 1 || elements(weights) != elements(input(dispatch, 2)) {
+        if elements(weights) != elements(input(dispatch, 2)) {
             return None;
         }
         let projections: Vec<ValueId> = named("grouped_linear").map(|id| input(id, 1)).collect();

@@ -12,7 +12,7 @@ use gapless_parallel::{Action, Kind, StageId};
 use super::EagerError;
 use super::autograd::{Autograd, Checkpoint, Mode, Var};
 use super::experts::{ExpertRows, Mixture, draw_row_counts};
-use super::stage::{Stage, is_sum};
+use super::stage::{Stage, is_sum, places};
 use super::tape::{BF16, F32, INT64, Tensor};
 
 /// Properties of a step that depend on the framework's program for it.
@@ -79,7 +79,8 @@ struct InFlight {
 impl<'g> Run<'g> {
     /// Creates a run and allocates everything that exists before the step.
     pub fn new(graph: &'g Graph, style: Style, row: &[Action]) -> Self {
-        let (stages, blocks) = Stage::of_rank(graph, row, style.is_transformers);
+        let mixtures = Mixture::find(graph);
+        let (stages, blocks) = Stage::of_rank(graph, &places(graph, &mixtures), row, style.is_transformers);
         let mut run = Self {
             graph,
             style,
@@ -91,7 +92,7 @@ impl<'g> Run<'g> {
             persistent: Vec::new(),
             casts: RefCell::default(),
             gates: graph.nodes().iter().filter(|node| node.op.name() == "swiglu").map(|node| node.inputs[0]).collect(),
-            mixtures: Mixture::find(graph),
+            mixtures,
             rows: None,
             micro_batch: Cell::new(0),
             blocks,

@@ -2,9 +2,11 @@
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 
-use gapless_engine::graph::{Graph, NodeId, Phase, Place, Source, ValueId};
+use gapless_engine::graph::{Graph, Node, NodeId, Phase, Place, Source, ValueId};
 use gapless_engine::recompute::block_of;
 use gapless_parallel::{Action, StageId};
+
+use super::experts::Mixture;
 
 /// A pipeline stage.
 #[derive(Debug, Default)]
@@ -16,15 +18,38 @@ pub struct Stage {
     pub outputs: Vec<ValueId>,
 }
 
+/// Returns the place of each node, by index. A program runs a mixture of experts as one function. So if stages meet
+/// inside one of `mixtures`, which are given by layer, the whole mixture belongs to the stage in which it begins.
+pub fn places(graph: &Graph, mixtures: &BTreeMap<String, Mixture>) -> Vec<Place> {
+    let mut places: Vec<Place> = graph.nodes().iter().map(|node| node.place).collect();
+    let mut spans: BTreeMap<&str, (usize, usize)> = BTreeMap::new();
+    for id in graph.node_ids().filter(|&id| graph.node(id).phase == Phase::Forward) {
+        if let Some((layer, _)) = mixtures.get_key_value(&*graph.node(id).layer) {
+            spans.entry(layer).or_insert((id.index(), id.index())).1 = id.index();
+        }
+    }
+    for (first, last) in spans.into_values() {
+        let place = places[first];
+        places[first..=last].fill(place);
+    }
+    places
+}
+
 impl Stage {
-    /// Returns the stages of a rank's actions, and the names of all blocks of the model, in order.
-    pub fn of_rank(graph: &Graph, row: &[Action], is_transformers: bool) -> (HashMap<StageId, Self>, Vec<String>) {
+    /// Returns the stages of a rank's actions, and the names of all blocks of the model, in order. `places` has the
+    /// place of each node.
+    pub fn of_rank(
+        graph: &Graph,
+        places: &[Place],
+        row: &[Action],
+        is_transformers: bool,
+    ) -> (HashMap<StageId, Self>, Vec<String>) {
         let mut stages: HashMap<StageId, Self> = HashMap::new();
         let here: HashSet<StageId> = row.iter().map(|action| action.stage).collect();
         let mut blocks: Vec<String> = Vec::new();
         for id in graph.node_ids() {
             let node = graph.node(id);
-            let Place::Stage(place) = node.place else { continue };
+            let Place::Stage(place) = places[id.index()] else { continue };
             if node.phase != Phase::Forward {
                 continue;
             }
@@ -43,7 +68,7 @@ impl Stage {
             let inputs =
                 |(position, &id): (usize, &NodeId)| graph.node(id).inputs.iter().map(move |&id| (id, position));
             stage.last = stage.nodes.iter().enumerate().flat_map(inputs).collect();
-            stage.outputs = outputs(graph, place, stage);
+            stage.outputs = outputs(graph, places, place, stage);
         }
         (stages, blocks)
     }
@@ -74,12 +99,12 @@ fn put_products_together(graph: &Graph, nodes: &mut [NodeId]) {
 }
 
 /// Returns the values of a stage that other stages read, in order. If there are none, returns the stage's last value.
-fn outputs(graph: &Graph, place: StageId, stage: &Stage) -> Vec<ValueId> {
+fn outputs(graph: &Graph, places: &[Place], place: StageId, stage: &Stage) -> Vec<ValueId> {
     let made: HashSet<ValueId> = stage.nodes.iter().flat_map(|&id| &graph.node(id).outputs).copied().collect();
-    let elsewhere =
-        graph.nodes().iter().filter(|node| node.phase == Phase::Forward && node.place != Place::Stage(place));
+    let is_elsewhere = |(node, at): &(&Node, &Place)| node.phase == Phase::Forward && **at != Place::Stage(place);
+    let elsewhere = graph.nodes().iter().zip(places).filter(is_elsewhere);
     let mut read: Vec<ValueId> =
-        elsewhere.flat_map(|node| &node.inputs).filter(|id| made.contains(id)).copied().collect();
+        elsewhere.flat_map(|(node, _)| &node.inputs).filter(|id| made.contains(id)).copied().collect();
     read.sort_unstable();
     read.dedup();
     match stage.nodes.last() {

@@ -5,13 +5,15 @@ const ms = (n) => (n >= 1000 ? (n / 1000).toFixed(2) + " s" : n.toFixed(n < 10 ?
 const color = (index) => `var(--c${index % 8})`;
 const shown = new Set(data.allocators.keys());
 // The rows of the menu that is shown.
-let menu, rows, planned, exact, replayed;
+let menu, rows, planned, exact, replayed, everywhere;
 function show(index) {
   menu = index;
   rows = data.rows.filter((row) => row.menus.includes(index));
   planned = rows.filter((row) => row.reserved[0] !== null);
   exact = rows.filter((row) => row.exact);
   replayed = exact.filter((row) => row.reserved.some((bytes) => bytes !== null));
+  // The rows that were planned and replayed through every allocator. Only these are counted.
+  everywhere = rows.filter((row) => row.reserved.every((bytes) => bytes !== null));
 }
 let chosen = null;
 // Steps with the same number of tokens are compared by step time, others by time per token.
@@ -29,6 +31,13 @@ const extent = (numbers, part = 0.04) => {
   const room = (high - low || high || 1) * part;
   return { from: Math.max(0, low - room), to: high + room };
 };
+// Adds links that save a plot. Each line of the CSV ends with the origin of the data.
+const save = (box, at, name, head, lines) =>
+  exports(box, at, name, [...head, "version", "commit", "sweep"], lines.map((line) => [...line, data.version, data.commit, data.sweep]));
+// The dashes of line `index`: lines that share a color have different dashes.
+const dashes = (index) => ["", "6 3", "2 3"][index % 3];
+// The legend entries and the names of the allocators that are shown.
+const allocators = () => [...shown].sort((a, b) => a - b).map((index) => [data.allocators[index], color(index), ""]);
 const values = (row) => data.varied.map((key, index) => `${key} ${row.values[index] || "none"}`).join(", ");
 const group = (list, by) => list.reduce((map, item) => map.set(by(item), [...(map.get(by(item)) || []), item]), new Map());
 
@@ -97,11 +106,17 @@ function memoryTime() {
     height: 460,
   });
   dots(at, planned.map((row) => [row.reserved[0] / GIB, time(row)]), "var(--quiet)", 3, 0.4);
-  [...shown].sort((a, b) => b - a).forEach((index) => {
+  const here = [...shown].sort((a, b) => a - b);
+  here.toReversed().forEach((index) => {
     const points = front(index).filter((row) => row.reserved[index] <= most).map((row) => [row.reserved[index] / GIB, time(row)]);
     steps(at, points, color(index));
     dots(at, points, color(index), 5, 1);
   });
+  legend(at, [["all plans", "var(--quiet)"], ...allocators()]);
+  const fronts = here.flatMap((index) => front(index).map((row) => [data.allocators[index], row.reserved[index], time(row), values(row)]));
+  save(box, at, "memory-time", ["front", "bytes", perToken ? "us_per_token" : "step_ms", "configuration"], [
+    ...fronts, ...planned.map((row) => ["all plans", row.reserved[0], time(row), values(row)]),
+  ]);
   const limit = data.capacity / GIB;
   if (at.x(limit) < at.right && at.x(limit) > at.left) {
     element(at.svg, "path", { class: "limit", d: `M${at.x(limit)} ${at.top}V${at.bottom}` });
@@ -125,22 +140,18 @@ function bubble() {
     x: { ...extent(rows.map((row) => row.live / GIB).filter((n) => n <= most)), name: "limit, GiB" },
     y: { from: 0, to: Math.max(...rows.map((row) => row.bubble * 100), 1) * 1.04, name: "bubble, %" },
   });
-  const legend = [];
+  const [named, lines] = [[], []];
   schedules.forEach(([name, list], index) => {
     let best = Infinity;
     const sorted = [...list].sort((a, b) => a.live - b.live || a.bubble - b.bubble);
     const points = sorted.filter((row) => row.live / GIB <= most && row.bubble < best && ((best = row.bubble), true));
-    const dash = ["", "6 3", "2 3"][Math.floor(index / 8) % 3];
+    const dash = dashes(Math.floor(index / 8));
     steps(at, points.map((row) => [row.live / GIB, row.bubble * 100]), color(index), dash);
-    if (points.length) legend.push([name, index, best]);
+    if (points.length) named.push([`${name} ${(best * 100).toFixed(1)} %`, color(index), dash, best]);
+    lines.push(...points.map((row) => [name, row.live, row.exact ? "exact" : "lower bound", row.bubble, values(row)]));
   });
-  const box = element(document.querySelector("#bubble .plot"), "p", { style: "display:flex;flex-wrap:wrap;gap:2px 14px;margin-top:6px" });
-  for (const [name, index, best] of legend.sort((a, b) => a[2] - b[2])) {
-    const entry = element(box, "span", { style: "display:flex;align-items:center;gap:6px" });
-    const style = ["solid", "dashed", "dotted"][Math.floor(index / 8) % 3];
-    element(entry, "i", { style: `height:0;width:18px;border-radius:0;border-top:2px ${style} ${color(index)}` });
-    entry.append(`${name} ${(best * 100).toFixed(1)} %`);
-  }
+  legend(at, named.sort((a, b) => a[3] - b[3]));
+  save(document.querySelector("#bubble .plot"), at, "bubble", ["schedule", "live_bytes", "bytes_are", "bubble", "configuration"], lines);
 }
 
 function estimate() {
@@ -151,40 +162,44 @@ function estimate() {
   const at = plot(box, { x: axis("peak live bytes, GiB"), y: axis("formula, GiB") });
   element(at.svg, "path", { class: "limit", d: `M${at.x(low)} ${at.y(low)}L${at.x(high)} ${at.y(high)}` });
   const series = [["bytes per parameter", "formula", 0], ["Megatron's estimator", "megatron", 1]];
-  const legend = element(box, "p", { style: "display:flex;flex-wrap:wrap;gap:2px 14px;margin-top:6px" });
-  for (const [name, key, index] of series) {
+  const named = series.map(([name, key, index]) => {
     dots(at, exact.map((row) => [row.live / GIB, row[key] / GIB]), color(index), 3.5, 0.6);
     const ratios = exact.map((row) => row[key] / row.live).sort((a, b) => a - b);
-    const entry = element(legend, "span", { style: "display:flex;align-items:center;gap:6px" });
-    element(entry, "i", { style: `background:${color(index)}` });
     const [least, median, most] = [0, 0.5, 1].map((part) => ratios[Math.round((ratios.length - 1) * part)] ?? 0);
-    entry.append(`${name}: median ${median.toFixed(2)} × (${least.toFixed(2)} to ${most.toFixed(2)})`);
-  }
+    return [`${name}: median ${median.toFixed(2)} × (${least.toFixed(2)} to ${most.toFixed(2)})`, color(index)];
+  });
+  legend(at, named);
+  const lines = exact.map((row) => [row.live, row.formula, row.megatron, values(row)]);
+  save(box, at, "estimate", ["live_bytes", "formula_bytes", "megatron_bytes", "configuration"], lines);
 }
 
 // Means and ranges of live ÷ reserved bytes, grouped by a property.
 function efficiency(id, name, by, order) {
-  const groups = [...group(replayed, by)].sort(order);
+  const groups = [...group(everywhere, by)].sort(order);
   const part = (row, index) => (100 * held(row, index)) / row.reserved[index];
   const here = [...shown].sort((a, b) => a - b);
-  const all = replayed.flatMap((row) => here.filter((index) => row.reserved[index] !== null).map((index) => part(row, index)));
+  const all = everywhere.flatMap((row) => here.map((index) => part(row, index)));
   const low = Math.floor(Math.min(...all, 99) / 5) * 5;
   const at = plot(document.querySelector(`#${id} .plot`), {
     x: { from: 0, to: groups.length || 1, name },
     y: { from: low, to: 100 + (100 - low) * 0.03, name: "live ÷ reserved, %" },
     names: groups.map(([key]) => `${key}`),
   });
-  groups.forEach(([, list], slot) => {
+  const lines = [];
+  groups.forEach(([key, list], slot) => {
     here.forEach((index, place) => {
-      const found = list.filter((row) => row.reserved[index] !== null).map((row) => part(row, index));
-      if (!found.length) return;
+      const found = list.map((row) => part(row, index));
       const x = at.x(slot + 0.15 + (0.7 * (place + 0.5)) / here.length);
       const [least, most, mean] = [Math.min(...found), Math.max(...found), found.reduce((a, b) => a + b) / found.length];
       element(at.svg, "path", { d: `M${x} ${at.y(least)}V${at.y(most)}`, stroke: color(index), "stroke-width": 2, "stroke-opacity": 0.5 });
       const dot = element(at.svg, "circle", { cx: x, cy: at.y(mean), r: 4, fill: color(index) });
       element(dot, "title", {}, `${data.allocators[index]}: ${mean.toFixed(2)} % (${least.toFixed(2)} to ${most.toFixed(2)}), ${found.length} configurations`);
+      lines.push([key, data.allocators[index], found.length, mean, least, most]);
     });
   });
+  legend(at, here.map((index) => [data.allocators[index], color(index)]));
+  const head = [name || "technique", "allocator", "configurations", "mean_percent", "least_percent", "most_percent"];
+  save(document.querySelector(`#${id} .plot`), at, id, head, lines);
 }
 
 // Draws a table of text.
@@ -218,20 +233,15 @@ function throughput() {
     x: { ...extent(data.throughput.map((of) => of.budget / GIB), 0), name: "budget, GiB" },
     y: { ...extent(found), name: "tokens per second" },
   });
-  const dash = ["", "6 3", "2 3"];
   data.menus.forEach((_, which) => {
     for (const index of [...shown].sort((a, b) => b - a)) {
       const points = data.throughput.map((of) => [of.budget / GIB, of.tokens_per_second[which][index]]).filter(([, n]) => n !== null);
-      steps(at, points, color(index), dash[which % 3]);
+      steps(at, points, color(index), dashes(which));
     }
   });
-  const legend = element(document.querySelector("#throughput .plot"), "p", { style: "display:flex;flex-wrap:wrap;gap:2px 14px;margin-top:6px" });
-  data.menus.forEach((name, which) => {
-    const entry = element(legend, "span", { style: "display:flex;align-items:center;gap:6px" });
-    const style = ["solid", "dashed", "dotted"][which % 3];
-    element(entry, "i", { style: `height:0;width:18px;border-radius:0;border-top:2px ${style} var(--quiet)` });
-    entry.append(`menu ${name}`);
-  });
+  legend(at, [...allocators(), ...data.menus.map((name, which) => [`menu ${name}`, "var(--quiet)", dashes(which)])]);
+  const budgets = data.throughput.flatMap((of) => data.menus.map((name, which) => [of.budget, name, ...of.tokens_per_second[which]]));
+  save(document.querySelector("#throughput .plot"), at, "throughput", ["budget_bytes", "menu", ...data.allocators], budgets);
   const head = ["allocator", "menu", "budgets", "of these without a gain", "budgets where only plans fit", "gain, mean", "gain, maximum"];
   const line = (of) => [
     of.allocator, of.menu, of.budgets, of.without, of.only_planned, percent(of.mean, 1), percent(of.most, 1) + (of.most > 0 ? ` at ${gib(of.most_at)}` : ""),
@@ -256,9 +266,9 @@ function fits() {
   for (const budget of budgets) {
     const line = element(body, "tr");
     element(line, "td", {}, gib(budget));
-    const ours = planned.filter((row) => row.reserved[0] <= budget);
     for (const index of here) {
-      const inside = rows.filter((row) => row.reserved[index] !== null && row.reserved[index] <= budget);
+      const fitting = (list, index) => list.filter((row) => row.reserved[index] !== null && row.reserved[index] <= budget);
+      const inside = fitting(rows, index);
       const cell = element(line, "td", inside.length ? {} : { class: "none" });
       if (!inside.length) {
         cell.textContent = "nothing fits";
@@ -268,11 +278,12 @@ function fits() {
       const link = element(cell, "a", { tabindex: 0, role: "button", title: values(best) }, timeText(best));
       link.onclick = () => choose(best);
       link.onkeydown = (event) => event.key === "Enter" && choose(best);
-      const largest = Math.max(...inside.map((row) => row.micro_batch));
-      element(cell, "small", {}, `${inside.length} fit, micro-batch ${largest}`);
+      const counted = fitting(everywhere, index);
+      const largest = counted.length ? `, micro-batch ${Math.max(...counted.map((row) => row.micro_batch))}` : "";
+      element(cell, "small", {}, `${counted.length} of ${everywhere.length} fit${largest}`);
       if (index) {
-        const only = ours.filter((row) => row.reserved[index] > budget).length;
-        const slower = (time(best) / time(ours.reduce(faster, best)) - 1) * 100;
+        const only = fitting(everywhere, 0).filter((row) => row.reserved[index] > budget).length;
+        const slower = (time(best) / time(fitting(rows, 0).reduce(faster, best)) - 1) * 100;
         element(cell, "small", {}, `${only} only planned` + (slower >= 0.05 ? `, ${slower.toFixed(1)} % slower` : ""));
       }
     }
@@ -300,10 +311,41 @@ function choose(row) {
   const columns = element(box, "div", { class: "columns" });
   bars(element(columns, "table"), "reserved", data.allocators.map((name, index) => [name, row.reserved[index], color(index)]));
   bars(element(columns, "table"), "at the fullest rank's peak", Object.entries(row.roles).map(([name, bytes]) => [name, bytes, "var(--accent)"]));
-  element(box, "p", { style: "margin-top:10px" }, "Commands for its memory maps and other formats:");
+  if (row.map.length) memoryMap(element(box, "div", { class: "plot" }), row);
+  element(box, "p", { style: "margin-top:10px" }, "The command for the exact memory maps of all ranks:");
   element(box, "code", {}, row.command);
   memoryTime();
   box.scrollIntoView({ block: "nearest" });
+}
+
+// The coarse memory map of the fullest rank's plan: time across, the arena from bottom to top.
+function memoryMap(box, row) {
+  const arena = row.reserved[0];
+  const at = plot(box, {
+    x: { from: 0, to: row.map.length, name: "memory map of the fullest rank: time of the step" },
+    y: { from: 0, to: arena / GIB, name: "offset, GiB" },
+    names: [],
+  });
+  const [seen, lines] = [new Map(), []];
+  row.map.forEach((column, index) => {
+    const runs = [...column.matchAll(/(\d+)(.)/g)].map(([, count, letter]) => [+count, letter]);
+    const cells = runs.reduce((sum, [count]) => sum + count, 0);
+    let from = 0;
+    for (const [count, letter] of runs) {
+      const to = from + count;
+      if (letter !== ".") {
+        const role = letter.charCodeAt(0) - 97;
+        const [top, bottom] = [to, from].map((cell) => at.y(((cell / cells) * arena) / GIB));
+        seen.set(role, (seen.get(role) ?? "") + `M${at.x(index).toFixed(1)} ${bottom.toFixed(1)}V${top.toFixed(1)}H${at.x(index + 1).toFixed(1)}V${bottom.toFixed(1)}z`);
+        lines.push([index, Math.round((from / cells) * arena), Math.round((to / cells) * arena), data.roles[role]]);
+      }
+      from = to;
+    }
+  });
+  const roles = [...seen].sort((a, b) => a[0] - b[0]);
+  for (const [role, d] of roles) element(at.svg, "path", { d, fill: color(role) });
+  legend(at, roles.map(([role]) => [data.roles[role], color(role)]));
+  save(box, at, "memory-map", ["column", "from_byte", "to_byte", "role"], lines);
 }
 
 function bars(table, title, entries) {

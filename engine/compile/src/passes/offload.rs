@@ -17,9 +17,7 @@ use gapless_parallel::Kind;
 
 use super::Context;
 use crate::error::Result;
-use crate::program::{
-    BufferId, BufferKind, Instance, Instr, InstrKind, OffloadBuffer, OffloadId, Operand, Part, Program, role_of_node,
-};
+use crate::program::{BufferId, BufferKind, Instance, Instr, InstrKind, Operand, Part, Program, role_of_node};
 use crate::recompute::ActivationStorage;
 
 pub(super) fn run(program: &mut Program, context: &Context<'_>) -> Result<()> {
@@ -131,8 +129,7 @@ impl Offload<'_> {
                 )
             }
             ActivationStorage::Offloaded => {
-                let id = OffloadId(u32::try_from(program.offload.len()).expect("fewer than 2^32 buffers"));
-                program.offload.push(OffloadBuffer { bytes: value.spec.bytes() });
+                let id = program.add_offload(value.spec.bytes());
                 ((InstrKind::Offload(id), vec![from], vec![]), (InstrKind::Fetch(id), vec![], vec![to]))
             }
         };

@@ -24,6 +24,7 @@ mod stash;
 mod twice;
 
 pub(crate) use policy::Resolving;
+pub(crate) use policy::layers_of;
 pub use policy::{CustomPolicy, Layers, Recompute, RecomputePolicy, block_of};
 pub(crate) use saved::SavedActivations;
 pub(crate) use stash::{ActivationStorage, StorageOptions};

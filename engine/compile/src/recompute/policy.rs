@@ -222,7 +222,7 @@ pub fn block_of(layer: &str) -> Option<&str> {
 }
 
 /// Returns the layers of a model, in the order in which they run.
-fn layers_of(graph: &Graph) -> Vec<&str> {
+pub(crate) fn layers_of(graph: &Graph) -> Vec<&str> {
     let mut first: BTreeMap<&str, usize> = BTreeMap::new();
     for (index, node) in graph.nodes().iter().enumerate().filter(|(_, node)| node.phase == Phase::Forward) {
         if let Some(block) = block_of(&node.layer) {

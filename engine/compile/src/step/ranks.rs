@@ -4,13 +4,11 @@ use std::borrow::Cow;
 use std::fmt;
 use std::sync::Arc;
 
-use gapless_parallel::{
-    Action, Coordinate, Kind, Mesh, OneForwardOneBackward, Placement, Schedule, Shape, StageId, by_name,
-};
+use gapless_parallel::{Action, Coordinate, Kind, Mesh, OneForwardOneBackward, Schedule, Shape, StageId, by_name};
 use schemars::{JsonSchema, Schema, SchemaGenerator};
 use serde::{Deserialize, Serialize};
 
-use super::StepOptions;
+use super::{StepOptions, text};
 use crate::error::{Error, Result};
 use crate::partition::StagePartition;
 
@@ -37,16 +35,19 @@ impl Default for Pipeline {
 #[derive(Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 struct PipelineConfig {
-    /// The name of the pipeline schedule; `gapless schedule --help` lists them.
+    /// The name of the pipeline schedule; `gapless schedule --help` lists them. A name that ends in `.csv` is the path of
+    /// a table, as `gapless schedule --csv` writes it.
     #[serde(default = "usual_schedule")]
     schedule: String,
-    /// The number of stages per rank. The default is 1, or 2 for V-shaped schedules.
+    /// The number of stages per rank. The default is 1, 2 for V-shaped schedules, and for a table its own number.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     chunks: Option<usize>,
-    /// The paths of the layers at which stages begin, except for the first stage: `["h.4", "h.8"]` makes three stages.
-    /// By default, the stages are balanced by time.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    cut: Vec<String>,
+    /// The stage boundaries. `"balanced"` minimizes the time of the slowest stage. `"equal"` gives all stages the same
+    /// number of layers, as Megatron does. A list has the paths of the layers at which stages begin, except for the
+    /// first stage: `["h.4", "h.8"]` makes three stages.
+    #[serde(default, skip_serializing_if = "StagePartition::is_balanced", with = "text::cut")]
+    #[schemars(schema_with = "text::cut::schema")]
+    cut: StagePartition,
 }
 
 fn usual_schedule() -> String {
@@ -55,11 +56,7 @@ fn usual_schedule() -> String {
 
 impl From<Pipeline> for PipelineConfig {
     fn from(Pipeline { schedule, chunks, cut }: Pipeline) -> Self {
-        let cut = match cut {
-            StagePartition::Balanced => Vec::new(),
-            StagePartition::Before(layers) => layers,
-        };
-        Self { schedule: schedule.name().to_owned(), chunks: Some(chunks), cut }
+        Self { schedule: schedule.key(), chunks: Some(chunks), cut }
     }
 }
 
@@ -68,11 +65,7 @@ impl TryFrom<PipelineConfig> for Pipeline {
 
     fn try_from(PipelineConfig { schedule, chunks, cut }: PipelineConfig) -> Result<Self> {
         let schedule = by_name(&schedule)?;
-        let usual = match schedule.placement() {
-            Placement::Loop => 1,
-            Placement::V => 2,
-        };
-        let cut = if cut.is_empty() { StagePartition::Balanced } else { StagePartition::Before(cut) };
+        let usual = schedule.usual_chunks() as usize;
         Ok(Self { schedule: schedule.into(), chunks: chunks.unwrap_or(usual), cut })
     }
 }

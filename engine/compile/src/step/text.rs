@@ -86,6 +86,60 @@ pub mod size {
     }
 }
 
+/// The boundaries of stages, written as a word or as a list of layers.
+pub mod cut {
+    use schemars::{Schema, SchemaGenerator, json_schema};
+    use serde::de::SeqAccess;
+
+    use super::*;
+    use crate::partition::StagePartition;
+
+    /// Serializes [`StagePartition::Before`] as a list, and the other partitions as a word.
+    pub fn serialize<S: Serializer>(cut: &StagePartition, to: S) -> Result<S::Ok, S::Error> {
+        match cut {
+            StagePartition::Balanced => to.serialize_str("balanced"),
+            StagePartition::Equal => to.serialize_str("equal"),
+            StagePartition::Before(layers) => to.collect_seq(layers),
+        }
+    }
+
+    /// Deserializes a word, or layers as a list or as text with commas. An empty list is [`StagePartition::Balanced`].
+    pub fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<StagePartition, D::Error> {
+        from.deserialize_any(Cut)
+    }
+
+    struct Cut;
+
+    impl<'de> Visitor<'de> for Cut {
+        type Value = StagePartition;
+
+        fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            f.write_str("\"balanced\", \"equal\", or a list of layers")
+        }
+
+        fn visit_str<E: Error>(self, text: &str) -> Result<StagePartition, E> {
+            Ok(match text {
+                "balanced" => StagePartition::Balanced,
+                "equal" => StagePartition::Equal,
+                layers => StagePartition::Before(layers.split(',').map(|layer| layer.trim().to_owned()).collect()),
+            })
+        }
+
+        fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<StagePartition, A::Error> {
+            let mut layers = Vec::new();
+            while let Some(layer) = list.next_element()? {
+                layers.push(layer);
+            }
+            Ok(if layers.is_empty() { StagePartition::Balanced } else { StagePartition::Before(layers) })
+        }
+    }
+
+    /// The JSON schema.
+    pub fn schema(_: &mut SchemaGenerator) -> Schema {
+        json_schema!({ "type": ["string", "array"], "items": { "type": "string" } })
+    }
+}
+
 /// The reserve for routed rows, written as a number (the factor of the balanced size) or as text.
 pub mod reserve {
     use gapless_alloc::arena::Reserve;

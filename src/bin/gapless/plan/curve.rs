@@ -21,7 +21,7 @@ pub struct Curve {
 struct Point {
     budget: u64,
     arena_bytes: u64,
-    step_ms: f64,
+    rank_ms: f64,
     overhead: f64,
 }
 
@@ -40,8 +40,8 @@ pub fn curve(step: &Step, rank: usize, count: usize) -> Result<Curve, TrainError
     for budget in budgets {
         match under(budget) {
             Ok((planned, _)) => {
-                let Planned { arena_bytes, step_ms, overhead, .. } = planned;
-                points.push(Point { budget, arena_bytes, step_ms, overhead });
+                let Planned { arena_bytes, rank_ms, overhead, .. } = planned;
+                points.push(Point { budget, arena_bytes, rank_ms, overhead });
             }
             // This budget is so close to the smallest one that the search finds no recomputation for it. It is left
             // out.
@@ -58,7 +58,7 @@ impl fmt::Display for Curve {
         for point in &self.points {
             let (budget, arena) = (Bytes(point.budget), Bytes(point.arena_bytes));
             let overhead = 100.0 * point.overhead;
-            writeln!(f, "{budget:>12} {arena:>12} {:>9.2} ms {overhead:>7.2} %", point.step_ms)?;
+            writeln!(f, "{budget:>12} {arena:>12} {:>9.2} ms {overhead:>7.2} %", point.rank_ms)?;
         }
         Ok(())
     }
@@ -104,7 +104,7 @@ impl Curve {
     /// `chosen`, which is given by its bytes and milliseconds.
     pub fn svg(&self, title: &str, chosen: (u64, f64)) -> String {
         let [left, top, right, bottom] = [MARGINS[0], MARGINS[1], WIDTH - MARGINS[2], HEIGHT - MARGINS[3]];
-        let points = || self.points.iter().map(|point| (point.arena_bytes, point.step_ms)).chain([chosen]);
+        let points = || self.points.iter().map(|point| (point.arena_bytes, point.rank_ms)).chain([chosen]);
         let binary = (0..60).map(|power| (1u64 << power) as f64);
         let x = Axis::new(points().map(|(bytes, _)| bytes as f64), [left, right], binary);
         let decimal = (-9..12).flat_map(|power| [1.0, 2.0, 5.0].map(|n| n * 10f64.powi(power)));
@@ -126,13 +126,13 @@ impl Curve {
         let places: Vec<String> = self
             .points
             .iter()
-            .map(|point| at(point.arena_bytes, point.step_ms))
+            .map(|point| at(point.arena_bytes, point.rank_ms))
             .map(|(x, y)| format!("{x:.1},{y:.1}"))
             .collect();
         drawn += &format!("<polyline class=\"curve\" points=\"{}\"/>\n", places.join(" "));
-        for Point { arena_bytes, step_ms, overhead, .. } in &self.points {
-            let (x, y) = at(*arena_bytes, *step_ms);
-            let says = format!("{}: {step_ms:.2} ms, {:.2} % recomputed", Bytes(*arena_bytes), 100.0 * overhead);
+        for Point { arena_bytes, rank_ms, overhead, .. } in &self.points {
+            let (x, y) = at(*arena_bytes, *rank_ms);
+            let says = format!("{}: {rank_ms:.2} ms, {:.2} % recomputed", Bytes(*arena_bytes), 100.0 * overhead);
             drawn += &format!(
                 "<circle class=\"point\" cx=\"{x:.1}\" cy=\"{y:.1}\" r=\"4\"><title>{says}</title></circle>\n"
             );

@@ -113,7 +113,7 @@ fn step(arguments: &Arguments) -> anyhow::Result<Fit> {
         (_, &[rank]) => {
             let problem = step.eager(&step.record()?, rank)?;
             let ids = (0..problem.len()).map(|index| index.to_string()).collect();
-            table::place_table(arguments, &Table::new(ids, problem), step.title())
+            table::place_table(arguments, &Table::new(ids, problem), step.title(), step.options.memory.planning)
         }
         _ => bail!("the step of an eager framework is planned one rank at a time; choose the rank with --rank"),
     }

@@ -8,7 +8,7 @@ use std::time::Instant;
 use anyhow::{Context, bail};
 use gapless::engine::compile::report::{RecomputedLayer, recomputed_layers, recomputed_per_micro_batch};
 use gapless::engine::compile::{Error as CompileError, Executable, Program};
-use gapless::step::{Fits, LargestBatch, MeshChoice, Step, Timing, TimingError};
+use gapless::step::{Fits, LargestBatch, MeshChoice, Origin, Step};
 use gapless::{MemoryOptions, Precision, Recompute, StepOptions, TrainError};
 use gapless_alloc::draw::{Bytes, MemoryMap, RoleBytes, Summary};
 use gapless_alloc::{Fit, Options, explain};
@@ -33,6 +33,8 @@ pub struct CurveArguments {
 /// The figures of a rank's planned step.
 #[derive(Debug, Serialize)]
 pub struct Planned {
+    #[serde(flatten)]
+    origin: Origin,
     /// Name of the model.
     model: String,
     /// The pipeline rank.
@@ -49,13 +51,15 @@ pub struct Planned {
     /// Time for compiling and planning in milliseconds, including the search for the recomputation if there is a
     /// budget.
     plan_ms: f64,
-    /// Estimated time of the rank's operations in milliseconds.
-    pub step_ms: f64,
-    /// Simulated time of the whole step in milliseconds, with messages and with the time that ranks wait for each other.
-    /// `None` if the step has one rank.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    simulated_ms: Option<f64>,
-    /// Recomputation time divided by the time of everything else.
+    /// Estimated time of the whole step in milliseconds, with messages and with the time that ranks wait for each other:
+    /// the makespan that `gapless schedule` draws.
+    step_ms: f64,
+    /// Estimated time for which the rank is busy in a step, in milliseconds: its operations, the part of collectives that
+    /// computation does not hide, and the copies of offloaded activations.
+    pub rank_ms: f64,
+    /// The part of `rank_ms` that is spent on copies of offloaded activations.
+    offload_ms: f64,
+    /// The rank's recomputation time divided by its time of everything else.
     pub overhead: f64,
     /// FLOPs of recomputation divided by all other FLOPs.
     pub extra_flops: f64,
@@ -112,12 +116,13 @@ fn plan_program(step: &Step, rank: usize) -> Result<(Planned, Executable, Progra
     let start = Instant::now();
     let (executable, compiled) = step.compile(rank)?;
     let program = compiled.program.expect("a step is trained");
-    let [all, again] = program.nanoseconds(&step.device.rates(step.precision()));
+    let busy = step.busy_time(&program);
     let (layers, again_by_micro_batch) = (recomputed_layers(&program), recomputed_per_micro_batch(&program));
     let flops = program.flops();
     let rematerialized_flops = program.rematerialized_flops();
     let model = step.title().to_owned();
     let planned = Planned {
+        origin: Origin::new(Some(step)),
         rank,
         buffers: executable.problem().len(),
         arena_bytes: executable.arena_bytes(),
@@ -126,9 +131,10 @@ fn plan_program(step: &Step, rank: usize) -> Result<(Planned, Executable, Progra
         plan_hash: executable.plan_hash().to_string(),
         reserve_bytes: executable.arena_bytes() - executable.solution().height,
         plan_ms: start.elapsed().as_secs_f64() * 1e3,
-        step_ms: all as f64 / 1e6,
-        simulated_ms: None,
-        overhead: again as f64 / (all - again).max(1) as f64,
+        step_ms: 0.0,
+        rank_ms: busy.all as f64 / 1e6,
+        offload_ms: busy.offloaded as f64 / 1e6,
+        overhead: busy.overhead(),
         extra_flops: rematerialized_flops as f64 / (flops - rematerialized_flops).max(1) as f64,
         layers,
         again: again_by_micro_batch,
@@ -197,14 +203,18 @@ pub fn plan(arguments: &super::Arguments, step: &Step, searches: &Searches) -> a
             remedies.retain(|remedy| searches.meshes.is_none() || !adds_ranks(remedy));
         }
         match arguments.json {
-            true => print(|out| writeln!(out, "{:#}", serde_json::json!({ "fits": fits })))?,
+            true => print(|out| {
+                let Origin { version, commit, step } = Origin::new(Some(step));
+                let json = serde_json::json!({ "version": version, "commit": commit, "step": step, "fits": fits });
+                writeln!(out, "{json:#}")
+            })?,
             false => print(|out| answer(out, searches, fits.as_ref(), does_not_run.as_deref()))?,
         }
         tell(format_args!("gapless plan: {error}"));
         return tell_why(step, stage, step.options.memory.budget.unwrap_or(0), smallest);
     }
-    let simulated_ms = simulated(step, &programs)?.map(|timing| timing.nanoseconds() as f64 / 1e6);
-    planned.iter_mut().for_each(|planned| planned.simulated_ms = simulated_ms);
+    let step_ms = step.timing_by_rates(&programs)?.nanoseconds() as f64 / 1e6;
+    planned.iter_mut().for_each(|planned| planned.step_ms = step_ms);
     let ranks = (0..mesh.ranks()?).map(|rank| RankMemory::of(&planned[mesh.coordinate(rank).pipeline])).collect();
     planned.retain(|planned| step.ranks.contains(&planned.rank));
     let [first, ..] = &mut planned[..] else { bail!("no rank is chosen; give --rank 0 or --rank all") };
@@ -217,7 +227,7 @@ pub fn plan(arguments: &super::Arguments, step: &Step, searches: &Searches) -> a
         first.curve = Some(curve(step, first.rank, points.into())?);
     }
     if let (Some(path), Some(curve)) = (&curve_arguments.curve_svg, &first.curve) {
-        std::fs::write(path, curve.svg(step.title(), (first.arena_bytes, first.step_ms)))
+        std::fs::write(path, curve.svg(step.title(), (first.arena_bytes, first.rank_ms)))
             .with_context(|| format!("cannot draw {}", path.display()))?;
     }
     if arguments.json {
@@ -250,15 +260,6 @@ fn answer(out: &mut dyn Write, searches: &Searches, fits: Option<&Fits>, does_no
         writeln!(out, "{why}")?;
     }
     if fits.is_some() || does_not_run.is_some() { writeln!(out) } else { Ok(()) }
-}
-
-/// Simulates a step of several ranks. Returns `None` for one rank, whose operations are the whole step. Also returns
-/// `None` for this machine, on which every operation would have to be run.
-fn simulated(step: &Step, programs: &[Program]) -> Result<Option<Timing>, TimingError> {
-    if step.options.mesh.ranks().unwrap_or(1) == 1 || step.device.is_measured() {
-        return Ok(None);
-    }
-    step.timing(programs).map(Some)
 }
 
 /// True if a remedy is a mesh with more ranks.
@@ -372,10 +373,9 @@ fn report(out: &mut dyn Write, configured: &Step, step: &Planned) -> io::Result<
     }
     let rates = configured.device.rates(configured.precision());
     let [flops, bytes] = [rates.flops, rates.bytes].map(|rate| (rate / 1e10).round() / 100.0);
-    let takes = match step.simulated_ms {
-        Some(all) => format!("a step takes {all:.2} ms, of which this rank computes {:.2} ms,", step.step_ms),
-        None if ranks > 1 => format!("this rank computes {:.2} ms of a step", step.step_ms),
-        None => format!("a step takes {:.2} ms", step.step_ms),
+    let takes = match ranks {
+        1 => format!("a step takes {:.2} ms", step.step_ms),
+        _ => format!("a step takes {:.2} ms, for {:.2} ms of which this rank is busy,", step.step_ms, step.rank_ms),
     };
     writeln!(
         out,
@@ -389,7 +389,12 @@ fn report(out: &mut dyn Write, configured: &Step, step: &Planned) -> io::Result<
         writeln!(out, "on top of the plan: {reserve} for rows that this rank receives, {arena} in total")?;
     }
     if step.host_bytes > 0 {
-        writeln!(out, "offloaded to a file: {}; the time does not include these copies", Bytes(step.host_bytes))?;
+        let (file, busy) = (Bytes(step.host_bytes), 100.0 * step.offload_ms / step.rank_ms.max(1e-9));
+        writeln!(
+            out,
+            "offloaded to a file: {file}; its copies take {:.2} ms ({busy:.2} % of the time), during which nothing is computed",
+            step.offload_ms
+        )?;
     }
     if let [first, .., last] = step.again[..]
         && first != last

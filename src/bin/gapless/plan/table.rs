@@ -8,10 +8,12 @@ use std::time::Instant;
 
 use anyhow::{Context, bail};
 use clap::ValueEnum;
+use gapless::step::Origin;
 use gapless_alloc::csv::{self, Table};
 use gapless_alloc::draw::MemoryMap;
 use gapless_alloc::{
     Deadline, Explanation, Fit, Label, Options, Problem, Proof, Role, Solution, StopReason, check, explain, plan,
+    plan_hash,
 };
 
 use super::{Arguments, draw};
@@ -33,11 +35,11 @@ pub fn place(arguments: &Arguments, file: &Path) -> anyhow::Result<Fit> {
     let cannot = || format!("cannot read {}", file.display());
     let input = File::open(file).with_context(|| format!("cannot open {}", file.display()))?;
     let table = csv::read(BufReader::new(input)).with_context(cannot)?;
-    place_table(arguments, &table, &file.display().to_string())
+    place_table(arguments, &table, &file.display().to_string(), Options::DEFAULT_WORK)
 }
 
-/// Plans a table; `name` is its name in messages.
-pub fn place_table(arguments: &Arguments, table: &Table, name: &str) -> anyhow::Result<Fit> {
+/// Plans a table with at most `work` work; `name` is its name in messages.
+pub fn place_table(arguments: &Arguments, table: &Table, name: &str, work: u64) -> anyhow::Result<Fit> {
     let deadline = Deadline::after(arguments.deadline);
     let problem = match arguments.offsets {
         Offsets::Pin if table.offsets.is_some() => {
@@ -46,7 +48,7 @@ pub fn place_table(arguments: &Arguments, table: &Table, name: &str) -> anyhow::
         _ => Cow::Borrowed(&table.problem),
     };
     tell_what_it_means(table, &problem);
-    let options = Options { capacity: arguments.capacity, deadline: deadline.left(), ..Options::default() };
+    let options = Options { capacity: arguments.capacity, deadline: deadline.left(), work, ..Options::default() };
     let start = Instant::now();
     let warm_start = preferred(table, arguments.offsets);
     let solution = plan(&problem, &Options { warm_start, ..options.clone() });
@@ -67,7 +69,7 @@ pub fn place_table(arguments: &Arguments, table: &Table, name: &str) -> anyhow::
         draw(path, &MemoryMap::new(&title, &problem, &solution.offsets, &labels)?)?;
     }
     let verdict = Verdict::new(table, &solution, arguments.capacity);
-    report(arguments, &solution, &verdict, plan_ms)?;
+    report(arguments, &problem, &solution, &verdict, plan_ms)?;
     if verdict.fit != Fit::Fits {
         let why = explain(&problem, &[], &solution, &Options { deadline: deadline.left(), ..options });
         if !table.gaps.is_empty() {
@@ -140,12 +142,22 @@ fn label(id: &str) -> Label {
     Label { tensor: id.to_owned(), op: String::new(), layer: String::new(), role: Role::Activation }
 }
 
-fn report(arguments: &Arguments, solution: &Solution, verdict: &Verdict, plan_ms: f64) -> anyhow::Result<()> {
+fn report(
+    arguments: &Arguments,
+    problem: &Problem,
+    solution: &Solution,
+    verdict: &Verdict,
+    plan_ms: f64,
+) -> anyhow::Result<()> {
     let &Verdict { lower_bound, proof, fit, gap, stop_reason } = verdict;
     let (buffers, height) = (solution.offsets.len(), solution.height);
     let (stop_reason, stopped) = stopped(stop_reason);
     if arguments.json {
+        let Origin { version, commit, .. } = Origin::new(None);
         let mut json = serde_json::json!({
+            "version": version,
+            "commit": commit,
+            "plan_hash": plan_hash(problem, &solution.offsets).to_string(),
             "buffers": buffers,
             "lower_bound": lower_bound,
             "height": height,

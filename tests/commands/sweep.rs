@@ -1,0 +1,119 @@
+//! Tests of `gapless sweep`, run as a user would: exit codes and progress.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::process::{Command, Output};
+
+use serde_json::Value;
+
+const STEP: &str =
+    "model = \"gpt:vocabulary=64,layers=4,heads=2,width=32\"\n[mesh]\npipeline = 2\n[step]\nsequence = 16\n";
+
+fn sweep(spec: &str) -> Output {
+    let folder = tempfile::tempdir().unwrap();
+    fs::write(folder.path().join("sweep.toml"), format!("{STEP}{spec}")).unwrap();
+    let mut command = Command::new(env!("CARGO_BIN_EXE_gapless"));
+    command.args(["sweep", "sweep.toml", "--out", "out", "--threads", "1"]).current_dir(folder.path());
+    command.output().unwrap()
+}
+
+/// A sweep of which nothing fits does not succeed, and names the usual reason.
+#[test]
+fn a_sweep_without_a_step_that_fits_fails() {
+    for (spec, code, words) in [
+        ("batch = 4\nmicro_batches = 2\n[vary]\nschedule = [\"1f1b\", \"gpipe\"]\n", 0, ""),
+        (
+            "batch = 4\n[vary]\nmicro_batches = [3, 5, 7]\n",
+            3,
+            "no configuration fits; the reason of 1 of 3: step.micro_batches: ",
+        ),
+        (
+            "batch = 4\nmicro_batches = 2\n[memory]\nbudget = \"1KiB\"\n[vary]\nschedule = [\"1f1b\", \"gpipe\"]\n",
+            3,
+            "no configuration fits; the reason of 2 of 2: rank 0: no recomputation fits the budget",
+        ),
+        (
+            "batch = 4\n[vary]\nmicro_batches = [1, 2]\n[sweep]\ncapacity = \"1KiB\"\n",
+            3,
+            "no configuration fits; give the step more ranks",
+        ),
+    ] {
+        let output = sweep(spec);
+        let error = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(code), "{spec}: {error}");
+        assert!(error.contains(words), "{spec}: {error}");
+    }
+}
+
+/// Progress is reported from the first row, and each configuration counts once.
+#[test]
+fn progress_begins_with_the_first_row() {
+    let output = sweep("batch = 4\n[vary]\nmicro_batches = [1, 2]\nschedule = [\"1f1b\", \"gpipe\"]\n");
+    let text = String::from_utf8(output.stderr).unwrap();
+    let lines: Vec<&str> = text.lines().collect();
+    assert_eq!(lines[0], "1 of 4 configurations are estimated, 0 are finished", "{text}");
+    assert_eq!(lines.last(), Some(&"4 of 4 configurations are estimated, 4 are finished"), "{text}");
+}
+
+/// Returns the names of all fields of a value. Names in maps, which are data, are left out.
+fn fields(value: &Value, found: &mut BTreeSet<String>) {
+    match value {
+        Value::Array(values) => values.iter().for_each(|value| fields(value, found)),
+        Value::Object(values) => {
+            for (name, value) in values {
+                found.insert(name.clone());
+                let is_map =
+                    ["configuration", "reserved"].contains(&name.as_str()) || name == "roles" && value.is_object();
+                if !is_map {
+                    fields(value, found);
+                }
+            }
+        }
+        _ => {}
+    }
+}
+
+/// Every field of JSON and CSV is in the documentation, and each names the version, the commit and the step.
+#[test]
+fn the_documentation_names_every_field() {
+    let documented = include_str!("../../docs/sweep.md");
+    let check = |name: &str, place: &str| {
+        assert!(documented.contains(&format!("`{name}`")), "{place}: docs/sweep.md does not have `{name}`");
+    };
+    let folder = tempfile::tempdir().unwrap();
+    let gapless = |arguments: &str| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_gapless"));
+        let output = command.args(arguments.split(' ')).current_dir(folder.path()).output().unwrap();
+        assert!(output.status.success(), "{arguments}: {}", String::from_utf8_lossy(&output.stderr));
+        String::from_utf8(output.stdout).unwrap()
+    };
+    let step = "--model small --batch 4 --micro-batches 2 --sequence 32 --pipeline-ranks 2";
+    for arguments in [
+        format!("plan {step} --profile h100 --offload gelu --recompute layers --planning 1000 --json"),
+        format!("compare {step} --allocators gapless,pytorch --planning 1000 --json"),
+        format!("schedule {step} --json"),
+    ] {
+        let json: Value = serde_json::from_str(&gapless(&arguments)).unwrap();
+        assert!(["version", "commit", "step"].iter().all(|field| json.get(field).is_some()), "{arguments}");
+        let mut found = BTreeSet::new();
+        fields(&json, &mut found);
+        found.iter().for_each(|name| check(name, &arguments));
+    }
+    fs::write(folder.path().join("sweep.toml"), format!("{STEP}batch = 4\n[vary]\nmicro_batches = [1, 2]\n")).unwrap();
+    gapless("sweep sweep.toml --out out --threads 1");
+    let rows = fs::read_to_string(folder.path().join("out/results.jsonl")).unwrap();
+    let row: Value = serde_json::from_str(rows.lines().next().unwrap()).unwrap();
+    let mut found = BTreeSet::new();
+    fields(&row, &mut found);
+    found.iter().for_each(|name| check(name, "results.jsonl"));
+    let allocators = ["pytorch", "pytorch-expandable", "gmlake", "stalloc", "gapless"];
+    for file in ["results.csv", "throughput.csv"] {
+        let text = fs::read_to_string(folder.path().join("out").join(file)).unwrap();
+        let (head, first) = text.split_once('\n').unwrap();
+        for name in head.split(',').filter(|name| *name != "micro_batches" && !allocators.contains(name)) {
+            let allocator = allocators.iter().find_map(|kind| name.strip_prefix(kind)?.strip_prefix('_'));
+            check(&allocator.map_or(name.to_owned(), |rest| format!("X_{rest}")), file);
+        }
+        assert!(first.contains(env!("CARGO_PKG_VERSION")), "{file}: {first}");
+    }
+}
