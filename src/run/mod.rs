@@ -47,8 +47,8 @@ mod train;
 mod trained;
 
 pub use config::{
-    CheckpointConfig, ConfigError, DataConfig, EstimateConfig, EvaluationConfig, GroupConfig, Lowering, ModelConfig,
-    NAMES, OptimizerConfig, PRESETS, RateConfig, RateShape, Rule, RunConfig, SampleConfig, SourceConfig,
+    CheckpointConfig, ConfigError, DataConfig, EstimateConfig, EvaluationConfig, ExpertLoad, GroupConfig, Lowering,
+    ModelConfig, NAMES, OptimizerConfig, PRESETS, RateConfig, RateShape, Rule, RunConfig, SampleConfig, SourceConfig,
 };
 #[cfg(feature = "sweep")]
 pub(crate) use config::{flatten, key_of, line_of, refused, set, text_of, value_at, with_nearest};

@@ -8,6 +8,7 @@
 mod check;
 mod data;
 mod estimate;
+mod expert_load;
 mod learning_rate;
 mod model;
 mod names;
@@ -32,6 +33,7 @@ use serde_json::json;
 pub(crate) use check::refused;
 pub use data::{DataConfig, SourceConfig};
 pub use estimate::{EstimateConfig, Lowering};
+pub use expert_load::ExpertLoad;
 pub use learning_rate::{RateConfig, RateShape};
 pub use model::{ModelConfig, PRESETS};
 pub use names::NAMES;
