@@ -51,7 +51,7 @@ pub use config::{
     ModelConfig, NAMES, OptimizerConfig, PRESETS, RateConfig, RateShape, Rule, RunConfig, SampleConfig, SourceConfig,
 };
 #[cfg(feature = "sweep")]
-pub(crate) use config::{flatten, key_of, line_of, refused, set, text_of, value_at, with_nearest};
+pub(crate) use config::{assign, flatten, key_of, line_of, refused, set, text_of, value_at, with_nearest};
 pub use console::{Console, ErrorOutput, OutputLost};
 pub use error::RunError;
 pub use event::{Event, Seconds};

@@ -43,7 +43,7 @@ pub use optimizer::{GroupConfig, OptimizerConfig, Rule};
 pub use read::ConfigError;
 pub(crate) use read::text_of;
 #[cfg(feature = "sweep")]
-pub(crate) use read::{line_of, with_nearest};
+pub(crate) use read::{assign, line_of, with_nearest};
 
 use super::GuardConfig;
 
