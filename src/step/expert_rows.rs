@@ -4,18 +4,19 @@
 //! experts of one expert rank, for each layer and micro-batch. They are the same in every run and for every allocator,
 //! because they depend on nothing else. No router runs.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 
 use gapless_engine::compile::step::StepGraph;
-use gapless_engine::graph::Numbers;
+use gapless_engine::graph::{Numbers, Place};
 use gapless_engine::nn::Choice;
 use gapless_models::hf::Architecture;
+use gapless_parallel::StageId;
 
 use super::Step;
 use crate::run::ExpertLoad;
 
-/// The rows that the experts of an expert rank receive. Of all expert ranks, it is the one that receives most rows in
-/// the whole step.
+/// The rows that the experts of a rank receive. Of all expert ranks with the same pipeline rank, it is the one that
+/// receives most rows in the whole step.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RoutedRows {
     /// By layer and micro-batch: the row count of each of the rank's experts.
@@ -36,10 +37,10 @@ impl RoutedRows {
 }
 
 impl Step {
-    /// Returns the rows that the experts of the fullest expert rank receive under the load [`Self::expert_load`].
-    /// Returns `None` if the model is not a mixture of experts, or if its experts choose tokens, so that all experts
-    /// have equally many rows.
-    pub fn routed_rows(&self, graph: &StepGraph) -> Option<RoutedRows> {
+    /// Returns the rows that the experts of a pipeline rank receive under the load [`Self::expert_load`]. Of its expert
+    /// ranks, the one with most rows counts. Returns `None` if the model is not a mixture of experts, or if its experts
+    /// choose tokens, so that all experts have equally many rows.
+    pub fn routed_rows(&self, graph: &StepGraph, rank: usize) -> Option<RoutedRows> {
         let Architecture::Moe(moe) = self.architecture() else { return None };
         if moe.router.choice == Choice::Experts {
             return None;
@@ -53,8 +54,11 @@ impl Step {
         let tokens = Tokens { load: self.expert_load, tokens, top_k, experts, capacity: capacity.min(tokens) };
         // The counts of all experts: those of rank 0 come first.
         let graph = graph.graph();
-        let layers =
-            graph.nodes().iter().filter(|node| node.op.name() == "dispatch").map(|node| node.layer.to_string());
+        let table = options.pipeline.schedule.actions(&self.shape()).ok()?;
+        let stages: HashSet<StageId> = table.get(rank)?.iter().map(|action| action.stage).collect();
+        let is_here = |place: Place| matches!(place, Place::Stage(stage) if stages.contains(&stage));
+        let here = graph.nodes().iter().filter(|node| node.op.name() == "dispatch" && is_here(node.place));
+        let layers = here.map(|node| node.layer.to_string());
         let counts: BTreeMap<String, Vec<Vec<u64>>> = layers
             .map(|layer| {
                 let counts = (0..options.micro_batches).map(|m| tokens.of_experts(m, &layer)).collect();
@@ -71,10 +75,10 @@ impl Step {
         Some(RoutedRows { counts: counts.into_iter().map(|(layer, counts)| (layer, here(counts))).collect() })
     }
 
-    /// Returns the rows that the fullest expert rank receives, in the form that
-    /// [`table_with_rows`](gapless_engine::compile::table_with_rows) reads.
-    pub fn received_rows(&self, graph: &StepGraph) -> impl Fn(&str, u32, u64) -> u64 + use<> {
-        let rows = self.routed_rows(graph);
+    /// Returns the rows of [`Self::routed_rows`] in the form that
+    /// [`table_with_rows`](gapless_engine::compile::table_with_rows) reads. Rows are balanced if there are none.
+    pub fn received_rows(&self, graph: &StepGraph, rank: usize) -> impl Fn(&str, u32, u64) -> u64 + use<> {
+        let rows = self.routed_rows(graph, rank);
         move |layer, micro_batch, balanced| {
             rows.as_ref().map_or(balanced, |rows| rows.received(micro_batch as usize, layer))
         }

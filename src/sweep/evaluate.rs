@@ -14,7 +14,7 @@ use gapless_allocators::{Comparison, Kind, Report, Requests, compare};
 use gapless_engine::TrainError;
 use gapless_engine::compile::Program;
 use gapless_engine::compile::step::StepGraph;
-use gapless_engine::compile::{Error as CompileError, ReceivedRows, ServedRows, table, table_with_rows};
+use gapless_engine::compile::{Error as CompileError, ServedRows, table, table_with_rows};
 
 use super::row::Figures;
 use super::{Configuration, PlannedConfigurations, Row, Status, Sweep};
@@ -142,8 +142,8 @@ impl<'a> Evaluator<'a> {
         let graph = step.record()?;
         let programs = step.programs(&graph)?;
         // The plan and all allocators get the same rows of experts.
-        let rows = step.received_rows(&graph);
-        let tables = programs.iter().map(|program| table_with_rows(program, &rows));
+        let rows: Vec<_> = (0..programs.len()).map(|rank| step.received_rows(&graph, rank)).collect();
+        let tables = programs.iter().zip(&rows).map(|(program, rows)| table_with_rows(program, rows));
         let tables = tables.collect::<Result<Vec<Problem>, CompileError>>().map_err(TrainError::from)?;
         figures.live_bytes = tables.iter().map(lower_bound).collect();
         let (most, capacity) = (figures.live(), self.capacity(configuration));
@@ -249,7 +249,7 @@ impl Refused {
 fn plan(
     step: &Step,
     programs: &[Program],
-    rows: &ReceivedRows<'_>,
+    rows: &[impl Fn(&str, u32, u64) -> u64],
     can_be_on_front: bool,
     figures: &mut Figures,
 ) -> Result<(), Refused> {
@@ -268,7 +268,7 @@ fn plan(
             }
         }
         let ServedRows { problem, solution, arena_bytes, grown_to } =
-            executable.serve_rows(rows).map_err(TrainError::from)?;
+            executable.serve_rows(&rows[rank]).map_err(TrainError::from)?;
         figures.arena_bytes.push(arena_bytes);
         figures.served_bytes.push(solution.height);
         figures.reserve_grown_to = [figures.reserve_grown_to, grown_to].into_iter().flatten().reduce(f64::max);

@@ -166,6 +166,11 @@ fn mixtures_are_compared_on_the_same_rows() {
         let with_reserve = allocators.iter().filter(|entry| entry.get("unused_reserve").is_some());
         assert_eq!(with_reserve.map(|entry| &entry["allocator"]).collect::<Vec<_>>(), ["gapless"]);
     }
+    // With even rows, the arena wastes little, and half as much again is reserved for other rows.
+    let gapless =
+        loads[0]["allocators"].as_array().unwrap().iter().find(|entry| entry["allocator"] == "gapless").unwrap();
+    let [reserved, unused] = ["peak_reserved", "unused_reserve"].map(|key| gapless[key].as_u64().unwrap());
+    assert!(10 * reserved <= 11 * loads[0]["peak_live"].as_u64().unwrap() && unused > 0, "{gapless}");
     let live = loads.each_ref().map(|object| object["peak_live"].as_u64().unwrap());
     assert!(live.is_sorted() && live[0] < live[2], "{live:?}");
     // Even rows fit the reserve. The most rows that are possible do not, so the reserve is shown larger.

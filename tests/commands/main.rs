@@ -8,3 +8,4 @@ mod pages;
 mod plan;
 mod report;
 mod schedule;
+mod tables;

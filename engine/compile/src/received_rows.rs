@@ -101,8 +101,8 @@ fn with_sizes(problem: &Problem, sizes: impl Iterator<Item = (usize, u64)>) -> R
 pub struct ServedRows {
     /// The buffers of the step. Buffers of dynamic rows have the size of their rows.
     pub problem: Problem,
-    /// The address of each buffer. The height is one past the highest byte that the step uses; the rest of the arena is
-    /// reserved for other rows.
+    /// The address of each buffer. The height is the size of the arena that the step needs: what the online arena takes
+    /// if its reserve has no end, or the whole arena if that is less. The rest of the arena is reserved for other rows.
     pub solution: Solution,
     /// Size of the arena: the static plan and the reserve.
     pub arena_bytes: u64,
@@ -127,38 +127,49 @@ impl Executable {
         for buffer in &self.dynamic_buffers {
             bytes[buffer.request.index()] = buffer.size.bytes(rows);
         }
+        let sizes = self.dynamic_buffers.iter().map(|buffer| (buffer.index, bytes[buffer.request.index()]));
+        let problem = with_sizes(&self.problem, sizes)?;
+        // Returns the addresses and the height with this plan of the arena, or `None` if a request overflows.
         let serve = |plan: ArenaPlan| {
             let mut arena = Arena::new(plan);
             let run = rehearse(&mut arena, |id| bytes[id.index()]);
-            (arena, run)
+            let places: HashMap<RequestId, u64> =
+                run.served.iter().map(|served| (served.request, served.offset)).collect();
+            let mut offsets = self.solution.offsets.clone();
+            for buffer in &self.dynamic_buffers {
+                offsets[buffer.index] = *places.get(&buffer.request)?;
+            }
+            let ends = problem.buffers().iter().zip(&offsets).filter(|(buffer, _)| buffer.bytes > 0);
+            let height = ends.map(|(buffer, offset)| offset + buffer.bytes).max().unwrap_or(0);
+            Some((offsets, height))
         };
-        let (mut arena, mut run) = serve(plan.clone());
-        let mut grown_to = None;
-        if !run.overflows.is_empty() {
-            let factor = |(request, &bytes): (&gapless_alloc::arena::Request, &u64)| {
-                bytes as f64 / request.balanced.max(1) as f64
-            };
-            let factor = plan.requests().iter().zip(&bytes).map(factor).fold(0.0, f64::max);
+        let plan_with = |reserve| {
             let (offsets, requests) = (&self.solution.offsets, plan.requests().to_vec());
-            let larger = arena_options(Reserve::Balanced { factor });
-            (arena, run) = serve(ArenaPlan::new(&self.problem, offsets, requests, &larger)?);
+            ArenaPlan::new(&self.problem, offsets, requests, &arena_options(reserve))
+        };
+        let (mut served, mut arena_bytes, mut grown_to) = (serve(plan.clone()), plan.height(), None);
+        if served.is_none() {
+            let of_balanced = plan.requests().iter().zip(&bytes);
+            let factors = of_balanced.map(|(request, &bytes)| bytes as f64 / request.balanced.max(1) as f64);
+            let factor = factors.fold(0.0, f64::max);
+            let larger = plan_with(Reserve::Balanced { factor })?;
+            arena_bytes = larger.height();
+            served = serve(larger);
             grown_to = Some(factor);
         }
-        let sizes = self.dynamic_buffers.iter().map(|buffer| (buffer.index, bytes[buffer.request.index()]));
-        let problem = with_sizes(&self.problem, sizes)?;
-        let places: HashMap<RequestId, u64> = run.served.iter().map(|served| (served.request, served.offset)).collect();
-        let mut offsets = self.solution.offsets.clone();
-        for buffer in &self.dynamic_buffers {
-            offsets[buffer.index] = places.get(&buffer.request).copied().unwrap_or(0);
-        }
-        check(&problem, &offsets, Some(arena.plan().height())).map_err(|violations| Error::BadPlan {
+        // An arena uses its whole reserve, because short-lived buffers go to its end. How much of it the rows need shows
+        // in a reserve without an end, where they go as low as they can.
+        let without_end = serve(plan_with(Reserve::Bytes(u64::MAX >> 8))?);
+        let both = [served, without_end].into_iter().flatten();
+        let (offsets, height) = both
+            .min_by_key(|(_, height)| *height)
+            .ok_or_else(|| Error::BadPlan { what: "rows overflow a reserve that promises room for them".to_owned() })?;
+        check(&problem, &offsets, Some(height)).map_err(|violations| Error::BadPlan {
             what: violations.iter().map(ToString::to_string).collect::<Vec<_>>().join("; "),
         })?;
-        let ends = problem.buffers().iter().zip(&offsets).filter(|(buffer, _)| buffer.bytes > 0);
-        let height = ends.map(|(buffer, offset)| offset + buffer.bytes).max().unwrap_or(0);
         let bound = lower_bound(&problem);
         let proof = if height == bound { Proof::MaxLive } else { Proof::None { bound } };
         let solution = Solution { offsets, height, lower_bound: bound, proof, ..self.solution.clone() };
-        Ok(ServedRows { problem, solution, arena_bytes: arena.plan().height(), grown_to })
+        Ok(ServedRows { problem, solution, arena_bytes: arena_bytes.max(height), grown_to })
     }
 }

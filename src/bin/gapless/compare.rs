@@ -274,7 +274,7 @@ fn read(arguments: &Arguments) -> anyhow::Result<Vec<Program>> {
 fn of_ranks(step: &Step) -> anyhow::Result<Vec<Program>> {
     let graph = step.record()?;
     let planned = |&rank: &usize| {
-        let mut routed = step.routed_rows(&graph).map(|_| Routed {
+        let mut routed = step.routed_rows(&graph, rank).map(|_| Routed {
             expert_load: step.expert_load.to_string(),
             unused_reserve: None,
             reserve_grown_to: None,
@@ -282,7 +282,7 @@ fn of_ranks(step: &Step) -> anyhow::Result<Vec<Program>> {
         let (problem, plan) = match step.lowering {
             Lowering::Gapless => {
                 let executable = step.plan(&step.program(&graph, rank)?)?;
-                let served = executable.serve_rows(&step.received_rows(&graph)).map_err(TrainError::from)?;
+                let served = executable.serve_rows(&step.received_rows(&graph, rank)).map_err(TrainError::from)?;
                 if let Some(routed) = routed.as_mut().filter(|_| executable.routing().is_some()) {
                     routed.unused_reserve = Some(served.arena_bytes - served.solution.height);
                     routed.reserve_grown_to = served.grown_to;

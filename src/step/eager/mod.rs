@@ -56,7 +56,7 @@ impl Step {
     /// # Errors
     /// Returns an [`EagerError`] if the step has a part that is not modelled.
     pub fn eager(&self, graph: &StepGraph, rank: usize) -> Result<Problem, EagerError> {
-        match self.routed_rows(graph) {
+        match self.routed_rows(graph, rank) {
             Some(rows) => {
                 self.eager_routed(graph, rank, &|micro_batch, layer| rows.of_experts(micro_batch, layer).to_vec())
             }
