@@ -7,7 +7,7 @@
 use std::cell::RefCell;
 use std::collections::HashMap;
 
-use gapless::alloc::csv;
+use gapless::alloc::{Problem, csv};
 use gapless::allocators::{Kind, Requests, replay};
 use gapless::engine::compile::StagePartition;
 use gapless::run::RunConfig;

@@ -118,7 +118,8 @@ fn main() -> Result<()> {
         println!("row\tallocator\tpaper\tefficiency %\tfragments GB\treserved GB");
     }
     if args.markdown {
-        println!("{HEAD}");
+        let title = if args.vary_lengths { "| step, with steps of other lengths |" } else { "| step |" };
+        println!("{}", HEAD.replacen("| step |", title, 1));
     }
     let (mut all, mut stale) = (Vec::new(), 0);
     let is_chosen = |row: &&Row| (args.all || row.quick || !args.row.is_empty()) && row.name.contains(&args.row);

@@ -31,15 +31,15 @@ fn both_algorithms_reserve_what_the_authors_planner_does() {
         let problem = csv::read(open(path).unwrap()).unwrap().problem;
         assert_eq!(2 * problem.len(), buffers.parse::<usize>().unwrap(), "{name}: two iterations");
         let requests = Requests::new(&problem);
-        let phases: &[u64] = // The second of the two.
-        if algorithm == "split-and-fuse" { &phases[name] } else { &[] };
+        let phases: &[u64] = if algorithm == "group" { &phases[name] } else { &[] };
         let mut allocator = StAlloc::with(Device::new(1 << 40), &problem, &requests, phases, |_| false);
         let report = replay(&requests, &mut allocator, 3).unwrap();
         assert_eq!(report.statistics.device_allocations, 1, "{name}, {algorithm}: the plan holds");
         println!("{name}, {algorithm}: {} of {reserved}", report.peak_reserved());
         let ratio = |report: &Report| format!("{:.4}", report.peak_reserved() as f64 / requests.peak_live() as f64);
         table.entry(name).or_default().push(ratio(&report));
-        if algorithm == "group" {
+        // The second of the two.
+        if algorithm == "split-and-fuse" {
             let mut strips = Kind::StAllocStrips.build(1 << 40, &problem, &requests);
             table.entry(name).or_default().push(ratio(&replay(&requests, &mut *strips, 3).unwrap()));
         }
