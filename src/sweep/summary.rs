@@ -128,16 +128,17 @@ fn reduction([before, after]: [u64; 2]) -> Option<f64> {
     (larger > 0).then(|| (before as f64 - after as f64) / larger as f64)
 }
 
-/// Sums up what expert ranks reserve for other rows. Returns `None` if no arena has unused bytes.
+/// Sums up what expert ranks reserve for other rows. Returns `None` if no arena has unused bytes, and none had to grow.
 pub fn unused_reserve(rows: &[Row]) -> Option<UnusedReserve> {
     let figures = || rows.iter().filter_map(|row| row.figures.as_ref());
     let unused: Vec<u64> = figures().filter_map(|figures| Some(figures.arena()? - figures.served()?)).collect();
-    let most_bytes = unused.iter().copied().max().filter(|&most| most > 0)?;
-    Some(UnusedReserve {
+    let most_bytes = unused.iter().copied().max()?;
+    let grown = figures().filter(|figures| figures.reserve_grown_to.is_some()).count();
+    (most_bytes > 0 || grown > 0).then(|| UnusedReserve {
         configurations: unused.len(),
         mean_bytes: unused.iter().sum::<u64>() / unused.len() as u64,
         most_bytes,
-        grown: figures().filter(|figures| figures.reserve_grown_to.is_some()).count(),
+        grown,
     })
 }
 
@@ -230,7 +231,7 @@ impl Column {
 /// Returns the columns of [`Throughput`].
 pub(super) fn columns(sweep: &Sweep, rows: &[Row]) -> Vec<Column> {
     let allocators = sweep.allocators.iter().copied().map(Column::Allocator);
-    let served = unused_reserve(rows).map(|_| Column::Served);
+    let served = unused_reserve(rows).filter(|reserve| reserve.most_bytes > 0).map(|_| Column::Served);
     std::iter::once(Column::Arena).chain(allocators).chain(served).collect()
 }
 
