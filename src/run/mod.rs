@@ -47,11 +47,11 @@ mod train;
 mod trained;
 
 pub use config::{
-    CheckpointConfig, ConfigError, DataConfig, EstimateConfig, EvaluationConfig, GroupConfig, Lowering, ModelConfig,
-    NAMES, OptimizerConfig, PRESETS, RateConfig, RateShape, Rule, RunConfig, SampleConfig, SourceConfig,
+    CheckpointConfig, ConfigError, DataConfig, EstimateConfig, EvaluationConfig, ExpertLoad, GroupConfig, Lowering,
+    ModelConfig, NAMES, OptimizerConfig, PRESETS, RateConfig, RateShape, Rule, RunConfig, SampleConfig, SourceConfig,
 };
 #[cfg(feature = "sweep")]
-pub(crate) use config::{flatten, key_of, line_of, refused, set, text_of, value_at, with_nearest};
+pub(crate) use config::{assign, flatten, key_of, line_of, refused, set, text_of, value_at, with_nearest};
 pub use console::{Console, ErrorOutput, OutputLost};
 pub use error::RunError;
 pub use event::{Event, Seconds};

@@ -11,7 +11,7 @@ use gapless_models::hf::{Architecture, Config, Pretrained};
 
 use super::device::{DeviceProfile, OLDEST_CAPABILITY};
 use super::machine;
-use crate::run::{ConfigError, Lowering, ModelConfig, Rule, RunConfig};
+use crate::run::{ConfigError, ExpertLoad, Lowering, ModelConfig, Rule, RunConfig};
 
 /// A training step that can be recorded, compiled, planned and timed.
 #[derive(Debug, Clone)]
@@ -24,6 +24,8 @@ pub struct Step {
     pub has_named_device: bool,
     /// The source of the tensor lifetimes.
     pub lowering: Lowering,
+    /// The distribution of tokens over experts, for comparisons with other allocators.
+    pub expert_load: ExpertLoad,
     /// The pipeline ranks that the commands report on.
     pub ranks: Vec<usize>,
     /// Worker threads per rank; 0 uses all cores.
@@ -76,6 +78,7 @@ impl Step {
             device: DeviceProfile::of(run)?,
             has_named_device: run.estimate.profile.is_some(),
             lowering: run.estimate.lowering,
+            expert_load: run.estimate.expert_load,
             title: run.model.title(),
             options,
             threads,

@@ -9,11 +9,12 @@ use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Mutex, PoisonError};
 
-use gapless_alloc::{Options, PlanHash, Problem, live_at, lower_bound, peak_tick, plan_hash};
+use gapless_alloc::{Label, Options, PlanHash, Problem, live_at, lower_bound, peak_tick, plan_hash};
 use gapless_allocators::{Comparison, Kind, Report, Requests, compare};
 use gapless_engine::TrainError;
+use gapless_engine::compile::Program;
 use gapless_engine::compile::step::StepGraph;
-use gapless_engine::compile::{Error as CompileError, Executable, Program, table};
+use gapless_engine::compile::{Error as CompileError, ServedRows, table, table_with_rows};
 
 use super::map::coarse_map;
 use super::row::Figures;
@@ -141,8 +142,10 @@ impl<'a> Evaluator<'a> {
     ) -> Result<Status, Refused> {
         let graph = step.record()?;
         let programs = programs(step, &graph)?;
-        let tables =
-            programs.iter().map(table).collect::<Result<Vec<Problem>, CompileError>>().map_err(TrainError::from)?;
+        // The plan and all allocators get the same rows of experts.
+        let rows: Vec<_> = (0..programs.len()).map(|rank| step.received_rows(&graph, rank)).collect();
+        let tables = programs.iter().zip(&rows).map(|(program, rows)| table_with_rows(program, rows));
+        let tables = tables.collect::<Result<Vec<Problem>, CompileError>>().map_err(TrainError::from)?;
         figures.live_bytes = tables.iter().map(lower_bound).collect();
         let (most, capacity) = (figures.live(), self.capacity(configuration));
         if most > capacity {
@@ -151,7 +154,7 @@ impl<'a> Evaluator<'a> {
         let all = self.sweep.options.plan == PlannedConfigurations::All;
         let can_be_on_front = most < least.plan(configuration);
         if all || can_be_on_front {
-            plan(step, &programs, can_be_on_front, figures)?;
+            plan(step, &programs, &rows, can_be_on_front, figures)?;
         }
         let kinds: Vec<Kind> =
             least.reserved.keys().copied().filter(|kind| all || most < least.reserved(configuration, *kind)).collect();
@@ -264,25 +267,36 @@ fn programs(step: &Step, graph: &StepGraph) -> Result<Vec<Program>, Refused> {
 /// Plans all ranks, at first with little planning work. The rank with the largest arena determines how much memory the
 /// step takes, and no arena can be smaller than the live bytes of its rank. So if the step can be on a Pareto front,
 /// each rank whose arena exceeds the live bytes of the fullest rank is planned again, with the full planning work.
-fn plan(step: &Step, programs: &[Program], can_be_on_front: bool, figures: &mut Figures) -> Result<(), Refused> {
+fn plan(
+    step: &Step,
+    programs: &[Program],
+    rows: &[impl Fn(&str, u32, u64) -> u64],
+    can_be_on_front: bool,
+    figures: &mut Figures,
+) -> Result<(), Refused> {
     let (most, whole) = (figures.live(), step.options.memory.planning);
     let quick = whole.min(Options::QUICK_WORK);
     let mut quickly = step.clone();
     quickly.options.memory.planning = quick;
     for (rank, program) in programs.iter().enumerate() {
         let mut executable = quickly.plan(program)?;
-        if can_be_on_front && executable.arena_bytes() > most && quick < whole {
+        // More planning work can only lower the static plan. It has no effect on a reserve.
+        let is_lowest = executable.solution().height == executable.solution().lower_bound;
+        if can_be_on_front && !is_lowest && executable.arena_bytes() > most && quick < whole {
             let again = step.plan(program)?;
             if again.arena_bytes() < executable.arena_bytes() {
                 executable = again;
             }
         }
-        figures.arena_bytes.push(executable.arena_bytes());
+        let ServedRows { problem, solution, arena_bytes, grown_to } =
+            executable.serve_rows(&rows[rank]).map_err(TrainError::from)?;
+        figures.arena_bytes.push(arena_bytes);
+        figures.served_bytes.push(solution.height);
+        figures.reserve_grown_to = [figures.reserve_grown_to, grown_to].into_iter().flatten().reduce(f64::max);
         figures.plans.push(executable.plan_hash().to_string());
         if figures.live_bytes[rank] == most {
-            figures.roles = roles_at_peak(&executable);
-            let (problem, arena) = (executable.problem(), executable.arena_bytes());
-            figures.map = coarse_map(problem, &executable.solution().offsets, executable.labels(), arena);
+            figures.roles = roles_at_peak(&problem, executable.labels());
+            figures.map = coarse_map(&problem, &solution.offsets, executable.labels(), arena_bytes);
         }
     }
     Ok(())
@@ -324,6 +338,8 @@ fn sketch(
         at_least,
         live_bytes: Vec::new(),
         arena_bytes: Vec::new(),
+        served_bytes: Vec::new(),
+        reserve_grown_to: None,
         plans: Vec::new(),
         roles: BTreeMap::new(),
         map: Vec::new(),
@@ -349,12 +365,12 @@ fn row(configuration: &Configuration, status: Status, why: Option<String>, figur
 }
 
 /// Returns the bytes that are alive at the peak, by role.
-fn roles_at_peak(executable: &Executable) -> BTreeMap<String, u64> {
+fn roles_at_peak(problem: &Problem, labels: &[Label]) -> BTreeMap<String, u64> {
     let mut roles = BTreeMap::new();
-    if let Some(tick) = peak_tick(executable.problem()) {
-        for id in live_at(executable.problem(), tick) {
-            let role = executable.labels()[id.index()].role.name().to_owned();
-            *roles.entry(role).or_default() += executable.problem().buffer(id).bytes;
+    if let Some(tick) = peak_tick(problem) {
+        for id in live_at(problem, tick) {
+            let role = labels[id.index()].role.name().to_owned();
+            *roles.entry(role).or_default() += problem.buffer(id).bytes;
         }
     }
     roles

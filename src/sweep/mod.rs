@@ -50,7 +50,8 @@ pub use self::row::{Row, Status};
 pub use self::spec::{Configuration, PlannedConfigurations, Sweep, SweepOptions};
 pub use self::store::StoreError;
 use self::store::{Store, StoredRows};
-pub use self::summary::{Fragmentation, Gain, Throughput, above_bound, fragmentation, gains, throughput};
+pub use self::summary::{Fragmentation, Gain, Throughput, UnusedReserve};
+pub use self::summary::{above_bound, fragmentation, gains, throughput, unused_reserve};
 use crate::step::Step;
 
 /// Number of configurations that are planned in one round. The results of earlier rounds decide which configurations a
@@ -273,7 +274,7 @@ impl<F: FnMut(Progress) -> ControlFlow<()>> SweepInProgress<'_, F> {
         self.store.finish(&lines, self.lines)?;
         store::replace(&folder.join("results.csv"), row::csv(self.sweep, &rows).as_bytes())?;
         let throughput = throughput(self.sweep, &rows);
-        store::replace(&folder.join("throughput.csv"), summary::csv(self.sweep, &throughput).as_bytes())?;
+        store::replace(&folder.join("throughput.csv"), summary::csv(self.sweep, &rows, &throughput).as_bytes())?;
         store::replace(&folder.join("report.html"), report::page(self.sweep, &rows, &throughput).as_bytes())?;
         Ok(Results { rows, reused, changed, throughput })
     }

@@ -8,12 +8,11 @@ use std::collections::BTreeMap;
 
 use gapless_alloc::Role;
 use gapless_alloc::draw::escape;
-use gapless_allocators::Kind;
 use gapless_parallel::{Cell, Shape};
 use serde::Serialize;
 
 use super::row::{Figures, plain};
-use super::summary::{self, Fragmentation, Gain, Throughput};
+use super::summary::{self, Column, Fragmentation, Gain, Throughput};
 use super::{Configuration, Row, Sweep};
 use crate::page;
 use crate::run::{NAMES, key_of};
@@ -34,6 +33,8 @@ struct Page<'a> {
     allocators: Vec<&'static str>,
     /// The roles that the letters of maps stand for.
     roles: Vec<&'static str>,
+    /// Index of the bytes of the arena that a step uses, in `allocators`. 0 if these are the whole arena.
+    used: usize,
     menus: &'a [String],
     fragmentation: Vec<Fragmentation>,
     /// Keys of the rows whose arena is larger than the lower bound.
@@ -63,7 +64,8 @@ struct PageRow<'a> {
     allocated: u64,
     /// True if the live bytes are exact; false if only the sure bytes are known.
     exact: bool,
-    /// Bytes reserved by the plan and then by each allocator, in the order of `allocators`. An element is null if the
+    /// Bytes reserved by the plan, then by each allocator, and then the bytes of the arena that the step uses if these
+    /// are fewer. They are in the order of `allocators`. An element is null if the
     /// step was not planned, or was not replayed through the allocator.
     reserved: Vec<Option<u64>>,
     formula: u64,
@@ -82,15 +84,14 @@ struct PageRow<'a> {
 }
 
 pub(super) fn page(sweep: &Sweep, rows: &[Row], throughput: &[Throughput]) -> String {
-    let allocators: Vec<&'static str> =
-        [Kind::Gapless].iter().chain(&sweep.allocators).map(|kind| kind.name()).collect();
+    let columns = summary::columns(sweep, rows);
     let mut tables = BTreeMap::new();
     let mut shown = Vec::new();
     for (configuration, row) in sweep.configurations.iter().zip(rows) {
         let (Ok(step), Some(figures)) = (&configuration.step, &row.figures) else { continue };
         let table = table_key(step);
         tables.entry(table.clone()).or_insert_with(|| cells(step));
-        shown.push(page_row(sweep, (configuration, step), row, figures, table));
+        shown.push(page_row(sweep, &columns, (configuration, step), row, figures, table));
     }
     let first = sweep.configurations.iter().find_map(|configuration| configuration.step.as_ref().ok());
     let page = Page {
@@ -100,7 +101,8 @@ pub(super) fn page(sweep: &Sweep, rows: &[Row], throughput: &[Throughput]) -> St
         device: first.map_or("", |step| &step.device.name),
         capacity: sweep.options.capacity.or(first.map(Step::device_bytes)).unwrap_or(0),
         varied: &sweep.varied,
-        allocators,
+        allocators: columns.iter().map(|column| column.name()).collect(),
+        used: columns.iter().position(|&column| column == Column::Served).unwrap_or(0),
         roles: Role::ALL.iter().map(|role| role.name()).collect(),
         menus: &sweep.menus,
         fragmentation: summary::fragmentation(sweep, rows),
@@ -124,12 +126,12 @@ pub(super) fn page(sweep: &Sweep, rows: &[Row], throughput: &[Throughput]) -> St
 
 fn page_row<'a>(
     sweep: &Sweep,
+    columns: &[Column],
     (configuration, step): (&'a Configuration, &'a Step),
     row: &'a Row,
     figures: &'a Figures,
     table: String,
 ) -> PageRow<'a> {
-    let reserved = sweep.allocators.iter().map(|kind| figures.reserved.get(kind.name()).copied());
     PageRow {
         key: &row.key,
         values: sweep.varied.iter().map(|key| row.configuration.get(key).map_or_else(String::new, plain)).collect(),
@@ -142,7 +144,7 @@ fn page_row<'a>(
         live: figures.live(),
         allocated: figures.allocated,
         exact: !figures.live_bytes.is_empty(),
-        reserved: [figures.arena()].into_iter().chain(reserved).collect(),
+        reserved: columns.iter().map(|column| column.bytes(figures)).collect(),
         formula: figures.formula_bytes,
         megatron: figures.megatron_bytes,
         ms: figures.nanoseconds as f64 / 1e6,

@@ -59,10 +59,18 @@ pub struct Figures {
     pub micro_batch: usize,
     /// Sure bytes, by rank: a lower bound of the bytes alive at once, computed from programs of two micro-batches.
     pub at_least: Vec<u64>,
-    /// Peak of the live bytes, by rank. No allocator can reserve less. Empty if the step was not compiled.
+    /// Peak of the live bytes, by rank, with the rows of `estimate.expert_load`. No allocator can reserve less. Empty if
+    /// the step was not compiled.
     pub live_bytes: Vec<u64>,
-    /// Arena bytes, by rank. Empty if the step was not planned.
+    /// Arena bytes, by rank. Empty if the step was not planned. On expert ranks, the arena includes the reserve for
+    /// routed rows, which grows if the rows of `estimate.expert_load` do not fit.
     pub arena_bytes: Vec<u64>,
+    /// Bytes of the arena that the step uses with the rows of `estimate.expert_load`, by rank. The rest of the arena is
+    /// reserved for other rows. Equal to the arena unless expert ranks share the experts.
+    pub served_bytes: Vec<u64>,
+    /// If the reserve of the step is too small for the rows, the factor of a reserve that is not.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub reserve_grown_to: Option<f64>,
     /// Plan hashes, by rank.
     pub plans: Vec<String>,
     /// Bytes at the peak of the fullest rank, by role.
@@ -113,12 +121,20 @@ impl Figures {
     pub fn arena(&self) -> Option<u64> {
         self.arena_bytes.iter().copied().max()
     }
+
+    /// Returns the most bytes of its arena that a rank uses, or `None` if the step was not planned.
+    pub fn served(&self) -> Option<u64> {
+        self.served_bytes.iter().copied().max()
+    }
 }
 
 /// Returns the contents of `results.csv`.
 pub(super) fn csv(sweep: &Sweep, rows: &[Row]) -> String {
     let mut head: Vec<String> = sweep.varied.clone();
-    head.extend(["status", "micro_batch", "sure_bytes", "live_bytes", "arena_bytes"].map(str::to_owned));
+    head.extend(
+        ["status", "micro_batch", "sure_bytes", "live_bytes", "arena_bytes", "served_bytes"].map(str::to_owned),
+    );
+    head.push("replayed_live_bytes".to_owned());
     head.extend(sweep.allocators.iter().map(|kind| format!("{kind}_bytes")));
     head.extend(sweep.allocators.iter().map(|kind| format!("{kind}_reduction")));
     let last = ["formula_bytes", "megatron_bytes", "step_ms", "bubble", "overhead", "tokens_per_second", "key", "why"];
@@ -137,6 +153,8 @@ pub(super) fn csv(sweep: &Sweep, rows: &[Row]) -> String {
         fields.push(number(figures.and_then(|figures| figures.at_least.iter().max().copied())));
         fields.push(number(figures.and_then(|figures| figures.live_bytes.iter().max().copied())));
         fields.push(number(figures.and_then(Figures::arena)));
+        fields.push(number(figures.and_then(Figures::served)));
+        fields.push(number(figures.map(|figures| figures.allocated).filter(|&bytes| bytes > 0)));
         fields.extend(
             sweep
                 .allocators

@@ -8,7 +8,7 @@ use gapless_allocators::Kind;
 use serde::{Deserialize, Serialize};
 use toml::{Table, Value};
 
-use crate::run::{ConfigError, RunConfig, flatten, key_of, line_of, set, text_of, value_at, with_nearest};
+use crate::run::{ConfigError, RunConfig, assign, flatten, key_of, line_of, set, text_of, value_at, with_nearest};
 use crate::step::Step;
 
 /// Maximum number of configurations in one sweep. At this maximum, a sweep takes some hundred megabytes, and some
@@ -120,14 +120,15 @@ pub struct Configuration {
 }
 
 impl Sweep {
-    /// Reads and checks a sweep file.
+    /// Reads and checks a sweep file. Assignments such as `estimate.expert_load=worst` set keys that all configurations
+    /// have, after the file was read.
     ///
     /// # Errors
-    /// Returns a [`ConfigError`] if the file cannot be read or has an invalid setting. The error of a setting has the
-    /// line, the key and a remedy.
-    pub fn read(path: &Path) -> Result<Self, ConfigError> {
+    /// Returns a [`ConfigError`] if the file cannot be read, or if the file or an assignment has an invalid setting. The
+    /// error of a setting has the line, the key and a remedy.
+    pub fn read(path: &Path, assignments: &[String]) -> Result<Self, ConfigError> {
         let text = text_of(path)?;
-        Self::parse(&text).map_err(|error| match error {
+        Self::assigned(&text, assignments).map_err(|error| match error {
             ConfigError::Syntax { message, .. } => ConfigError::Syntax { path: path.to_owned(), message },
             other => other,
         })
@@ -138,8 +139,13 @@ impl Sweep {
     /// # Errors
     /// Returns a [`ConfigError`] if the text has an invalid setting.
     pub fn parse(text: &str) -> Result<Self, ConfigError> {
+        Self::assigned(text, &[])
+    }
+
+    fn assigned(text: &str, assignments: &[String]) -> Result<Self, ConfigError> {
         let syntax = |message| ConfigError::Syntax { path: "sweep".into(), message };
         let mut base: Table = toml::from_str(text).map_err(|error| syntax(with_nearest(error.to_string())))?;
+        assign(&mut base, assignments)?;
         let tables =
             TABLES.into_iter().filter_map(|name| Some((name.to_owned(), base.remove(name)?))).collect::<Table>();
         if !tables.contains_key("vary") {

@@ -1,9 +1,11 @@
 //! Summaries over all rows of a sweep: how much memory each allocator wastes, and the throughput of the fastest step
 //! within each budget.
 //!
-//! Fragmentation is (reserved − allocated) ÷ reserved at the peak. For a plan, the arena counts as reserved and the
-//! live bytes as allocated. A plan's reduction is the fraction of the wasted bytes that it saves, as in STAlloc's paper
-//! (arXiv 2507.16274, figure 8).
+//! Wasted bytes are reserved − allocated at the peak, and fragmentation is their fraction of the reserved bytes. For a
+//! plan, the live bytes count as allocated, and the bytes of the arena that the step uses as reserved. What expert ranks
+//! reserve for other rows than those of the step is counted separately, because the other allocators reserve nothing
+//! for such rows. A reduction compares the wasted bytes of a plan and of an allocator, as in STAlloc's paper (arXiv
+//! 2507.16274, figure 8).
 
 use gapless_allocators::Kind;
 use serde::Serialize;
@@ -30,9 +32,26 @@ pub struct Fragmentation {
     pub most: f64,
     /// Mean fragmentation of the plans of the same configurations.
     pub planned: f64,
-    /// Mean fraction of the allocator's wasted bytes that a plan saves. The mean is over the configurations for which
-    /// the allocator wastes bytes.
+    /// Bytes that the allocator wastes, summed over these configurations.
+    pub wasted_bytes: u64,
+    /// Bytes that the plans waste, summed over these configurations.
+    pub planned_wasted_bytes: u64,
+    /// The fraction of `wasted_bytes` that the plans save. Negative if the plans waste more: then its magnitude is the
+    /// fraction of `planned_wasted_bytes` that the allocator saves.
     pub reduction: f64,
+}
+
+/// The bytes that expert ranks reserve for other rows than those of the step.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct UnusedReserve {
+    /// Number of planned configurations.
+    pub configurations: usize,
+    /// Mean of the unused bytes of the arena.
+    pub mean_bytes: u64,
+    /// The most unused bytes of an arena.
+    pub most_bytes: u64,
+    /// Number of configurations whose reserve is too small for the rows, so that it grows.
+    pub grown: usize,
 }
 
 /// Throughput of the fastest configurations that fit one budget.
@@ -40,13 +59,15 @@ pub struct Fragmentation {
 pub struct Throughput {
     /// Budget in bytes per rank.
     pub budget: u64,
-    /// Tokens per second, indexed by menu ([`Sweep::menus`]) and then by allocator. Allocator 0 is the plan, and the
-    /// others are [`Sweep::allocators`]. `None` if no configuration fits the budget.
+    /// Tokens per second, indexed by menu ([`Sweep::menus`]) and then by allocator. Allocator 0 is the plan, whose whole
+    /// arena must fit, and the next are [`Sweep::allocators`]. If expert ranks have reserves, the last is the plan again,
+    /// of which only the bytes that the step uses must fit. `None` if no configuration fits the budget.
     pub tokens_per_second: Vec<Vec<Option<f64>>>,
 }
 
 /// Speedup by plans. For each budget, compares the fastest step that fits when planned with the fastest step that fits
-/// under an allocator.
+/// under an allocator. What expert ranks reserve for other rows than those of the step does not count, except in
+/// [`Gain::mean_with_reserve`].
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Gain {
     /// Name of the allocator.
@@ -65,14 +86,16 @@ pub struct Gain {
     pub most: f64,
     /// Budget in bytes at which the gain is largest; the smallest if there are several.
     pub most_at: u64,
+    /// If expert ranks have reserves: the mean gain if the whole arena must fit the budget.
+    pub mean_with_reserve: Option<f64>,
 }
 
 impl Figures {
-    /// Returns the reserved bytes and the live bytes at the peak of an allocator. If `kind` is `None`, returns those of
-    /// the plan. The result is `None` if the step was not planned, or was not replayed through the allocator.
+    /// Returns the reserved bytes and the live bytes at the peak of an allocator. If `kind` is `None`, returns the bytes
+    /// of the arena that the step uses, and the live bytes of the plan. The result is `None` if the step was not planned, or was not replayed through the allocator.
     fn reserved_and_allocated(&self, kind: Option<Kind>) -> Option<(u64, u64)> {
         match kind {
-            None => Some((self.arena()?, self.live())),
+            None => Some((self.served()?, self.live())),
             Some(kind) => Some((*self.reserved.get(kind.name())?, self.allocated)),
         }
     }
@@ -84,16 +107,40 @@ impl Figures {
         (reserved > 0).then(|| 1.0 - allocated as f64 / reserved as f64)
     }
 
-    /// Returns the fraction of an allocator's wasted bytes that the plan saves, or `None` if the allocator wastes none
-    /// or was not replayed.
-    pub fn reduction(&self, kind: Kind) -> Option<f64> {
+    /// Returns the bytes that an allocator wastes, and those that the plan wastes.
+    fn wasted(&self, kind: Kind) -> Option<[u64; 2]> {
         let wasted = |kind| {
             let (reserved, allocated) = self.reserved_and_allocated(kind)?;
-            Some(reserved.saturating_sub(allocated) as f64)
+            Some(reserved.saturating_sub(allocated))
         };
-        let (before, after) = (wasted(Some(kind))?, wasted(None)?);
-        (before > 0.0).then(|| 1.0 - after / before)
+        Some([wasted(Some(kind))?, wasted(None)?])
     }
+
+    /// Returns the fraction of an allocator's wasted bytes that the plan saves, as [`Fragmentation::reduction`].
+    /// Returns `None` if neither wastes bytes, or if the step was not planned and replayed.
+    pub fn reduction(&self, kind: Kind) -> Option<f64> {
+        self.wasted(kind).and_then(reduction)
+    }
+}
+
+/// Returns (before − after) ÷ the larger of both: a number from −1 to 1. Returns `None` if both are 0.
+fn reduction([before, after]: [u64; 2]) -> Option<f64> {
+    let larger = before.max(after);
+    (larger > 0).then(|| (before as f64 - after as f64) / larger as f64)
+}
+
+/// Sums up what expert ranks reserve for other rows. Returns `None` if no arena has unused bytes, and none had to grow.
+pub fn unused_reserve(rows: &[Row]) -> Option<UnusedReserve> {
+    let figures = || rows.iter().filter_map(|row| row.figures.as_ref());
+    let unused: Vec<u64> = figures().filter_map(|figures| Some(figures.arena()? - figures.served()?)).collect();
+    let most_bytes = unused.iter().copied().max()?;
+    let grown = figures().filter(|figures| figures.reserve_grown_to.is_some()).count();
+    (most_bytes > 0 || grown > 0).then(|| UnusedReserve {
+        configurations: unused.len(),
+        mean_bytes: unused.iter().sum::<u64>() / unused.len() as u64,
+        most_bytes,
+        grown,
+    })
 }
 
 /// Computes the waste of each allocator through which some configuration was replayed.
@@ -105,7 +152,9 @@ pub fn fragmentation(sweep: &Sweep, rows: &[Row]) -> Vec<Fragmentation> {
         };
         let figures: Vec<&Figures> = rows.iter().filter_map(|row| row.figures.as_ref()).collect();
         let all: Vec<[f64; 2]> = figures.iter().filter_map(|figures| both(figures)).collect();
-        let reductions: Vec<f64> = figures.iter().filter_map(|figures| figures.reduction(kind)).collect();
+        let wasted = figures.iter().filter_map(|figures| figures.wasted(kind));
+        let [wasted_bytes, planned_wasted_bytes] =
+            wasted.fold([0, 0], |[a, b], [more, planned]| [a + more, b + planned]);
         let mean_of = |at: usize| mean(&all.iter().map(|pair| pair[at]).collect::<Vec<_>>());
         (!all.is_empty()).then(|| Fragmentation {
             allocator: kind.name(),
@@ -113,7 +162,9 @@ pub fn fragmentation(sweep: &Sweep, rows: &[Row]) -> Vec<Fragmentation> {
             mean: mean_of(0),
             most: all.iter().map(|pair| pair[0]).fold(0.0, f64::max),
             planned: mean_of(1),
-            reduction: mean(&reductions),
+            wasted_bytes,
+            planned_wasted_bytes,
+            reduction: reduction([wasted_bytes, planned_wasted_bytes]).unwrap_or(0.0),
         })
     };
     sweep.allocators.iter().filter_map(of_kind).collect()
@@ -129,13 +180,13 @@ pub fn throughput(sweep: &Sweep, rows: &[Row]) -> Vec<Throughput> {
     let capacity = |row: &Row| row.figures.as_ref().and_then(Figures::arena);
     let Some(largest) = rows.iter().filter_map(capacity).max() else { return Vec::new() };
     let step = (largest / BUDGETS).max(1).next_power_of_two();
-    let kinds: Vec<Option<Kind>> = std::iter::once(None).chain(sweep.allocators.iter().copied().map(Some)).collect();
+    let columns: Vec<Column> = columns(sweep, rows);
     let at = |budget: u64| {
-        let mut best = vec![vec![None; kinds.len()]; sweep.menus.len()];
+        let mut best = vec![vec![None; columns.len()]; sweep.menus.len()];
         for (configuration, row) in sweep.configurations.iter().zip(rows) {
             let Some(figures) = &row.figures else { continue };
-            for (at, &kind) in kinds.iter().enumerate() {
-                if figures.reserved_and_allocated(kind).is_none_or(|(reserved, _)| reserved > budget) {
+            for (at, column) in columns.iter().enumerate() {
+                if column.bytes(figures).is_none_or(|bytes| bytes > budget) {
                     continue;
                 }
                 for &menu in &configuration.menus {
@@ -148,6 +199,41 @@ pub fn throughput(sweep: &Sweep, rows: &[Row]) -> Vec<Throughput> {
     };
     let all = (1..=largest.div_ceil(step)).map(|number| at(number * step));
     all.filter(|throughput| throughput.tokens_per_second.iter().flatten().any(Option::is_some)).collect()
+}
+
+/// A number of bytes by which configurations are chosen: a column of [`Throughput`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Column {
+    Arena,
+    Allocator(Kind),
+    /// The bytes of the arena that the step uses.
+    Served,
+}
+
+impl Column {
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Arena => Kind::Gapless.name(),
+            Self::Allocator(kind) => kind.name(),
+            Self::Served => "gapless-without-unused-reserve",
+        }
+    }
+
+    /// Returns the bytes, or `None` if the step was not planned or not replayed.
+    pub fn bytes(self, figures: &Figures) -> Option<u64> {
+        match self {
+            Self::Arena => figures.arena(),
+            Self::Allocator(kind) => figures.reserved.get(kind.name()).copied(),
+            Self::Served => figures.served(),
+        }
+    }
+}
+
+/// Returns the columns of [`Throughput`].
+pub(super) fn columns(sweep: &Sweep, rows: &[Row]) -> Vec<Column> {
+    let allocators = sweep.allocators.iter().copied().map(Column::Allocator);
+    let served = unused_reserve(rows).filter(|reserve| reserve.most_bytes > 0).map(|_| Column::Served);
+    std::iter::once(Column::Arena).chain(allocators).chain(served).collect()
 }
 
 /// Computes the gain of plans over each allocator, for each menu.
@@ -164,9 +250,16 @@ pub fn gains(sweep: &Sweep, throughput: &[Throughput]) -> Vec<Gain> {
                 mean: 0.0,
                 most: 0.0,
                 most_at: 0,
+                mean_with_reserve: None,
             };
+            let mut with_reserve = Vec::new();
             for Throughput { budget, tokens_per_second } in throughput {
-                match (tokens_per_second[menu][0], tokens_per_second[menu][at]) {
+                let tokens = &tokens_per_second[menu];
+                let served = tokens.get(1 + sweep.allocators.len());
+                if let (Some(_), Some(arena), Some(other)) = (served, tokens[0], tokens[at]) {
+                    with_reserve.push(arena / other - 1.0);
+                }
+                match (*served.unwrap_or(&tokens[0]), tokens[at]) {
                     (Some(_), None) => gain.only_planned += 1,
                     (Some(planned), Some(other)) => {
                         let part = planned / other - 1.0;
@@ -181,6 +274,7 @@ pub fn gains(sweep: &Sweep, throughput: &[Throughput]) -> Vec<Gain> {
                 }
             }
             gain.mean /= gain.budgets.max(1) as f64;
+            gain.mean_with_reserve = (!with_reserve.is_empty()).then(|| mean(&with_reserve));
             gains.push(gain);
         }
     }
@@ -188,8 +282,8 @@ pub fn gains(sweep: &Sweep, throughput: &[Throughput]) -> Vec<Gain> {
 }
 
 /// Returns the contents of `throughput.csv`, which has a line for each budget and menu.
-pub(super) fn csv(sweep: &Sweep, throughput: &[Throughput]) -> String {
-    let names: Vec<&str> = [Kind::Gapless].iter().chain(&sweep.allocators).map(|kind| kind.name()).collect();
+pub(super) fn csv(sweep: &Sweep, rows: &[Row], throughput: &[Throughput]) -> String {
+    let names: Vec<&str> = columns(sweep, rows).into_iter().map(Column::name).collect();
     let mut text = format!("budget_bytes,menu,{},version,commit,sweep\n", names.join(","));
     let Origin { version, commit, .. } = Origin::new(None);
     let origin = format!("{version},{},{}", commit.unwrap_or_default(), sweep.digest());

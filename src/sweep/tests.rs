@@ -3,11 +3,12 @@ use std::ops::ControlFlow;
 use std::path::Path;
 
 use gapless_alloc::lower_bound;
+use gapless_allocators::Kind;
 use gapless_engine::compile::{Executable, table};
 use gapless_models::{Gpt, GptConfig};
 
 use super::row::Figures;
-use super::{Status, Sweep, above_bound, fragmentation, gains, run, throughput};
+use super::{Status, Sweep, above_bound, fragmentation, gains, run, throughput, unused_reserve};
 use crate::run::RunConfig;
 use crate::step::{CostModel, Step};
 
@@ -118,6 +119,7 @@ fn rows_are_summed_up_by_allocator_and_budget() {
         figures.at_least = vec![arena.unwrap_or(900)];
         figures.live_bytes = figures.at_least.clone();
         figures.arena_bytes = arena.into_iter().collect();
+        figures.served_bytes = figures.arena_bytes.clone();
         figures.allocated = arena.unwrap_or(900);
         figures.reserved = reserved.map(|bytes| ("pytorch".to_owned(), bytes)).into_iter().collect();
         figures.tokens_per_second = speed;
@@ -136,11 +138,70 @@ fn rows_are_summed_up_by_allocator_and_budget() {
     let [gain] = &gains(&sweep, &throughput)[..] else { panic!("one menu, one allocator") };
     // Budgets are multiples of 16, up to 912. No configuration fits any of them under the allocator.
     assert_eq!((gain.budgets, gain.only_planned), (0, 20));
-    rows[1].figures.as_mut().unwrap().arena_bytes = vec![1080];
+    let figures = rows[1].figures.as_mut().unwrap();
+    (figures.arena_bytes, figures.served_bytes) = (vec![1080], vec![1080]);
     assert_eq!(above_bound(&rows).len(), 1);
     let [waste] = &fragmentation(&sweep, &rows)[..] else { panic!("one allocator") };
     // The plan wastes 180 bytes where the allocator wastes 100, and 0 where it wastes 600.
-    assert!((waste.reduction - (1.0 - 1.8 + 1.0) / 2.0).abs() < 1e-12, "{waste:?}");
+    assert_eq!((waste.wasted_bytes, waste.planned_wasted_bytes), (700, 180));
+    assert!((waste.reduction - (1.0 - 180.0 / 700.0)).abs() < 1e-12, "{waste:?}");
+    // In the first row alone, the allocator saves 80 of the 180 bytes.
+    let reduction = rows[1].figures.as_ref().unwrap().reduction(Kind::PyTorch).unwrap();
+    assert!((reduction + 80.0 / 180.0).abs() < 1e-12, "{reduction}");
+    // Bytes that are reserved for other rows are not wasted, but they must fit the budget.
+    rows[1].figures.as_mut().unwrap().arena_bytes = vec![1400];
+    let reserve = unused_reserve(&rows).unwrap();
+    assert_eq!((reserve.configurations, reserve.most_bytes, reserve.grown), (2, 320, 0));
+    assert_eq!(fragmentation(&sweep, &rows)[0], *waste);
+    let budgets = super::throughput(&sweep, &rows);
+    let last = budgets.iter().rfind(|point| point.budget < 1400).unwrap();
+    assert_eq!(last.tokens_per_second[0], [Some(2.0), Some(3.0), Some(3.0)]);
+    let [gain] = &gains(&sweep, &budgets)[..] else { panic!("one menu, one allocator") };
+    assert!(gain.mean_with_reserve < Some(gain.mean), "{gain:?}");
+}
+
+/// The plan and the allocators get the same rows of experts, under each load. Every reduction is what its columns say.
+#[test]
+fn mixtures_have_the_same_rows_on_all_sides() {
+    let spec = r#"
+        model = "moe:llama.vocabulary=64,llama.layers=2,llama.heads=2,llama.kv_heads=2,llama.width=64,router.experts=8,router.top_k=2,expert_hidden=64"
+        step = { batch = 8, sequence = 32 }
+        mesh.expert = 2
+        memory.routing = 1.25
+        [vary]
+        micro_batches = [2, 4]
+        expert_load = ["even", "skewed:1", "worst"]
+        [sweep]
+        plan = "all"
+        fullest = 0.0
+    "#;
+    let sweep = Sweep::parse(spec).unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let rows = all(&sweep, folder.path(), 1).rows;
+    for row in &rows {
+        let figures = row.figures.as_ref().unwrap();
+        let (live, served, arena) = (figures.live(), figures.served().unwrap(), figures.arena().unwrap());
+        assert!(live <= served && served <= arena, "{row:?}");
+        assert_eq!(figures.allocated, live, "{row:?}");
+        assert_eq!(row.configuration["expert_load"].as_str() == Some("worst"), figures.reserve_grown_to == Some(2.0));
+        for (name, &reserved) in &figures.reserved {
+            assert!(reserved >= live, "{name}: {row:?}");
+            let (before, after) = ((reserved - live) as f64, (served - live) as f64);
+            let expected = (before.max(after) > 0.0).then(|| (before - after) / before.max(after));
+            assert_eq!(figures.reduction(name.parse().unwrap()), expected, "{name}: {row:?}");
+        }
+    }
+    let live: Vec<u64> = rows[..3].iter().map(|row| row.figures.as_ref().unwrap().live()).collect();
+    assert!(live.is_sorted() && live[0] < live[2], "{live:?}");
+    // Keys of all configurations can be set from outside.
+    let path = folder.path().join("spec.toml");
+    fs::write(&path, spec.replace("expert_load = [\"even\", \"skewed:1\", \"worst\"]", "")).unwrap();
+    let loads = ["even", "worst"].map(|load| {
+        let sweep = Sweep::read(&path, &[format!("expert_load={load}")]).unwrap();
+        sweep.configurations[0].step.as_ref().unwrap().expert_load.to_string()
+    });
+    assert_eq!(loads, ["even", "worst"]);
+    assert!(Sweep::read(&path, &["expert_load=uneven".to_owned()]).unwrap_err().to_string().contains("expert_load"));
 }
 
 #[test]

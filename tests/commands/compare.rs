@@ -140,3 +140,49 @@ fn the_request_that_was_refused_is_named() {
     let served = json["refused"]["allocators"].as_array().unwrap();
     assert!(served.iter().all(|one| one["peak_reserved"].as_u64() >= Some(1 << 40)), "{json}");
 }
+
+/// Every allocator, gapless included, gets the rows of the load. gapless's reserve has a column of its own.
+#[test]
+fn mixtures_are_compared_on_the_same_rows() {
+    let model = "moe:llama.vocabulary=64,llama.layers=2,llama.heads=2,llama.kv_heads=2,llama.width=64,router.experts=8,router.top_k=2,\
+                 expert_hidden=64";
+    let step = ["--model", model, "--batch", "4", "--micro-batches", "2", "--sequence", "64", "--expert-ranks", "2"];
+    let run = |more: &[&str]| {
+        let output = compare(&[&step[..], &["--routing", "1.5"], more].concat());
+        assert!(output.status.success(), "{}", text(&output.stderr));
+        text(&output.stdout)
+    };
+    let json = |more: &[&str]| -> Value { serde_json::from_str(&run(&[&["--json"], more].concat())).unwrap() };
+    let loads = ["even", "skewed:1", "worst"].map(|load| json(&["--expert-load", load]));
+    for object in &loads {
+        let allocators = object["allocators"].as_array().unwrap();
+        let named = |name: &str| allocators.iter().find(|entry| entry["allocator"] == name).unwrap();
+        let [gapless, ideal, malloc] = ["gapless", "ideal", "malloc"].map(named);
+        // The live bytes are the same for all.
+        assert_eq!(object["peak_live"], ideal["peak_reserved"]);
+        assert_eq!(gapless["peak_allocated"], ideal["peak_reserved"]);
+        assert!(gapless["peak_reserved"].as_u64() >= object["peak_live"].as_u64());
+        assert!(malloc["peak_allocated"].as_u64() >= object["peak_live"].as_u64());
+        let with_reserve = allocators.iter().filter(|entry| entry.get("unused_reserve").is_some());
+        assert_eq!(with_reserve.map(|entry| &entry["allocator"]).collect::<Vec<_>>(), ["gapless"]);
+    }
+    // With even rows, the arena wastes little, and half as much again is reserved for other rows.
+    let gapless =
+        loads[0]["allocators"].as_array().unwrap().iter().find(|entry| entry["allocator"] == "gapless").unwrap();
+    let [reserved, unused] = ["peak_reserved", "unused_reserve"].map(|key| gapless[key].as_u64().unwrap());
+    assert!(10 * reserved <= 11 * loads[0]["peak_live"].as_u64().unwrap() && unused > 0, "{gapless}");
+    let live = loads.each_ref().map(|object| object["peak_live"].as_u64().unwrap());
+    assert!(live.is_sorted() && live[0] < live[2], "{live:?}");
+    // Even rows fit the reserve. The most rows that are possible do not, so the reserve is shown larger.
+    assert!(loads[0].get("reserve_grown_to").is_none() && loads[0]["expert_load"] == "even", "{}", loads[0]);
+    assert_eq!(loads[2]["reserve_grown_to"], 2.0);
+    let told = run(&["--expert-load", "worst", "--allocators", "gapless,pytorch"]);
+    assert!(told.contains("unused reserve GiB") && told.contains("--expert-load worst"), "{told}");
+    assert!(told.contains("with a reserve of 2.00 × balanced rows"), "{told}");
+    // An eager framework gets the same rows.
+    let eager =
+        ["even", "worst"].map(|load| json(&["--lowering", "eager", "--expert-load", load])["peak_live"].as_u64());
+    assert!(eager[0] < eager[1], "{eager:?}");
+    let wrong = compare(&[&step[..], &["--expert-load", "all"]].concat());
+    assert!(text(&wrong.stderr).contains("skewed:A"), "{wrong:?}");
+}

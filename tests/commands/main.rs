@@ -9,3 +9,4 @@ mod plan;
 mod report;
 mod schedule;
 mod sweep;
+mod tables;

@@ -29,7 +29,7 @@ fn reserves_at_most_what_the_best_of_the_others_does() {
         let offsets = planned(fixed);
         let iterations = if name.ends_with("full") { 1 } else { 3 };
         let case = Case {
-            name: name.clone(),
+            name: name.replace(".iter", "").replace(".full", ", set-up and 16 steps"),
             whole,
             dynamic,
             fixed,
@@ -41,6 +41,7 @@ fn reserves_at_most_what_the_best_of_the_others_does() {
         };
         let row = case.row();
         row.print();
+        gapless_testing::assert_on_page("docs/arena.md", &row.markdown());
         assert!(row.arena.reserved <= row.best(|r| r.reserved), "{name}");
         assert!(row.arena.smallest <= row.best(|r| r.smallest), "{name}");
         if iterations == 3 {

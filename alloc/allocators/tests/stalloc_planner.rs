@@ -6,9 +6,9 @@ use std::fs;
 
 use gapless_alloc::csv;
 use gapless_alloc::{Buffer, Problem};
-use gapless_allocators::{Device, Request, Requests, StAlloc, replay};
+use gapless_allocators::{Device, Kind, Report, Request, Requests, StAlloc, replay};
 use gapless_testing::prelude::*;
-use gapless_testing::{evidence, not_checked, open, table_name};
+use gapless_testing::{assert_on_page, evidence, not_checked, open, table_name};
 
 #[test]
 fn both_algorithms_reserve_what_the_authors_planner_does() {
@@ -18,6 +18,8 @@ fn both_algorithms_reserve_what_the_authors_planner_does() {
     let paths = fs::read_dir(&folder).unwrap().map(|entry| entry.unwrap().path());
     let tables: BTreeMap<String, _> = paths.filter_map(|path| Some((table_name(&path)?.to_owned(), path))).collect();
     let mut wrong = Vec::new();
+    // By step, the reserved bytes ÷ live bytes of `group`, of `split-and-fuse`, and of our own strips.
+    let mut table: BTreeMap<&str, Vec<String>> = BTreeMap::new();
     for line in figures.lines().skip(1) {
         let [name, algorithm, buffers, _, reserved, _] = line.split(',').collect::<Vec<_>>()[..] else {
             panic!("{line}");
@@ -34,11 +36,22 @@ fn both_algorithms_reserve_what_the_authors_planner_does() {
         let report = replay(&requests, &mut allocator, 3).unwrap();
         assert_eq!(report.statistics.device_allocations, 1, "{name}, {algorithm}: the plan holds");
         println!("{name}, {algorithm}: {} of {reserved}", report.peak_reserved());
+        let ratio = |report: &Report| format!("{:.4}", report.peak_reserved() as f64 / requests.peak_live() as f64);
+        table.entry(name).or_default().push(ratio(&report));
+        // The second of the two.
+        if algorithm == "split-and-fuse" {
+            let mut strips = Kind::StAllocStrips.build(1 << 40, &problem, &requests);
+            table.entry(name).or_default().push(ratio(&replay(&requests, &mut *strips, 3).unwrap()));
+        }
         if report.peak_reserved() != reserved.parse::<u64>().unwrap() {
             wrong.push(format!("{name}, {algorithm}: {}, not {reserved}", report.peak_reserved()));
         }
     }
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+    for (name, mut ratios) in table {
+        ratios.swap(0, 1);
+        assert_on_page("docs/allocators.md", &format!("| {name} | {} |", ratios.join(" | ")));
+    }
 }
 
 fn phases() -> BTreeMap<String, Vec<u64>> {

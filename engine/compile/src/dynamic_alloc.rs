@@ -16,6 +16,7 @@ use crate::executable::Executable;
 use crate::instruction::{DynamicAlloc, DynamicFree, RunCondition};
 use crate::lifetimes::{ALIGNMENT, tick_of};
 use crate::program::{BufferId, DynamicRows, Instr, InstrKind, Operand, Program};
+use crate::received_rows::{DynamicBuffer, SizedByRows, sized_by_rows};
 
 impl Executable {
     /// Plans the arena of dynamic rows again, with another reserve. Keeps the new plan if `accept` returns true.
@@ -32,7 +33,7 @@ impl Executable {
     ) -> Result<bool, E> {
         let Some(plan) = &self.dynamic_arena else { return Ok(false) };
         let requests = plan.requests().to_vec();
-        let anew = ArenaPlan::new(&self.problem, &self.solution.offsets, requests, &options(reserve));
+        let anew = ArenaPlan::new(&self.problem, &self.solution.offsets, requests, &arena_options(reserve));
         let anew = anew.map_err(Error::from)?;
         let is_accepted = accept(&anew)?;
         if is_accepted {
@@ -42,7 +43,8 @@ impl Executable {
     }
 }
 
-fn options(reserve: Reserve) -> ArenaOptions {
+/// Returns the options with which arenas of dynamic rows are planned.
+pub(super) fn arena_options(reserve: Reserve) -> ArenaOptions {
     // This limit allows about a tenth of a second. Planning ends earlier if the reserve is proven minimal.
     ArenaOptions { reserve, work: 2_000_000, ..ArenaOptions::default() }
 }
@@ -132,7 +134,17 @@ impl DynamicBuffers {
         if self.is_empty() {
             return Ok(None);
         }
-        Ok(Some(ArenaPlan::new(problem, &solution.offsets, self.requests.clone(), &options(reserve))?))
+        Ok(Some(ArenaPlan::new(problem, &solution.offsets, self.requests.clone(), &arena_options(reserve))?))
+    }
+
+    /// Returns the dynamic buffers of a program. `indices` has the index of each buffer in the problem.
+    pub fn buffers(&self, program_index: usize, program: &Program, indices: &[usize]) -> Vec<DynamicBuffer> {
+        let buffer = |(id, size): (BufferId, SizedByRows)| DynamicBuffer {
+            index: indices[id.index()],
+            request: self.request_of[&(program_index, id)],
+            size,
+        };
+        sized_by_rows(program).into_iter().map(buffer).collect()
     }
 
     /// Returns the run-time address of an operand with dynamic rows, and `None` for any other operand.

@@ -12,6 +12,7 @@ use gapless_graph::Spec;
 use crate::error::Result;
 use crate::instruction::{CompiledProgram, Persistent, unknown};
 use crate::offload_plan::HostPlan;
+use crate::received_rows::DynamicBuffer;
 
 /// Options of [`compile`](crate::compile).
 #[derive(Debug, Clone)]
@@ -59,6 +60,7 @@ pub struct Executable {
     pub(crate) problem: Problem,
     pub(crate) solution: Solution,
     pub(crate) dynamic_arena: Option<ArenaPlan>,
+    pub(crate) dynamic_buffers: Vec<DynamicBuffer>,
     pub(crate) labels: Vec<Label>,
     pub(crate) parts: Vec<Mark>,
     pub(crate) plan_hash: PlanHash,

@@ -23,6 +23,7 @@ mod partition;
 mod passes;
 mod plan;
 mod program;
+mod received_rows;
 pub mod recompute;
 pub mod report;
 pub mod step;
@@ -43,6 +44,7 @@ pub use program::{
     Buffer, BufferId, BufferKind, DynamicRows, Instance, Instr, InstrKind, IoTensor, Message, OffloadBuffer, OffloadId,
     Operand, Part, Program,
 };
+pub use received_rows::{ReceivedRows, ServedRows, table_with_rows};
 
 /// Internals for the runtime only.
 #[doc(hidden)]

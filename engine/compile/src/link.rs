@@ -53,7 +53,7 @@ pub fn compile(programs: &[Program], options: &CompileOptions) -> Result<Executa
     let plan_ms = started.elapsed().as_secs_f64() * 1e3;
     // Addresses.
     let mut compiled = Vec::new();
-    let mut parts = Vec::new();
+    let (mut parts, mut dynamic_buffers) = (Vec::new(), Vec::new());
     for (program_index, program) in programs.iter().enumerate() {
         let (indices, span) = (&problem_index[program_index], &spans[program_index]);
         let linker = Linker {
@@ -67,6 +67,7 @@ pub fn compile(programs: &[Program], options: &CompileOptions) -> Result<Executa
         };
         compiled.push(linker.program(std::mem::take(&mut host.offsets[program_index])));
         parts.extend(linker.marks());
+        dynamic_buffers.extend(requests.buffers(program_index, program, indices));
     }
     let persistent = persistent(programs, &problem_index, &solution);
     let plan_hash = plan_hash(&problem, &solution.offsets);
@@ -79,6 +80,7 @@ pub fn compile(programs: &[Program], options: &CompileOptions) -> Result<Executa
         problem,
         solution,
         dynamic_arena,
+        dynamic_buffers,
         labels,
         parts,
         plan_hash,

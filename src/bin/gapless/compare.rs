@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use anyhow::{Context, bail};
 use flate2::bufread::MultiGzDecoder;
+use gapless::TrainError;
 use gapless::step::{Lowering, Origin, Step};
 use gapless_alloc::draw::Bytes;
 use gapless_alloc::{Options, Problem, Solution, csv, plan_hash};
@@ -86,8 +87,9 @@ fn compare_all(arguments: &Arguments) -> anyhow::Result<()> {
             let capacity = arguments.capacity.unwrap_or(refused.capacity());
             Ok::<_, anyhow::Error>(OutOfMemory { compared: replayed(arguments, *program, Some(capacity))?, refused })
         });
-        let (refused, compared_here) = (refused.transpose()?, compare_one(arguments, program)?);
-        compared.push(Outcome { title, origin, table_hash, plan_hash, refused, compared: compared_here });
+        let (refused, routed) = (refused.transpose()?, program.routed.clone());
+        let compared_here = compare_one(arguments, program)?;
+        compared.push(Outcome { title, origin, table_hash, plan_hash, refused, compared: compared_here, routed });
     }
     let text = match (arguments.json, &compared[..]) {
         (true, all) => to_json(all)? + "\n",
@@ -111,9 +113,38 @@ struct Outcome {
     plan_hash: Option<String>,
     #[serde(flatten)]
     compared: Compared,
+    #[serde(flatten)]
+    routed: Option<Routed>,
     /// The last request of the snapshot that PyTorch could not serve; `None` if PyTorch served all requests.
     #[serde(skip_serializing_if = "Option::is_none")]
     refused: Option<OutOfMemory>,
+}
+
+/// The rows of experts in the requests of a mixture of experts.
+#[derive(Clone, Serialize)]
+struct Routed {
+    /// The distribution of tokens over experts, as in `estimate.expert_load`.
+    expert_load: String,
+    /// Bytes of gapless's arena that these rows do not use, because they are reserved for other rows. `None` if no size
+    /// depends on the rows.
+    #[serde(skip)]
+    unused_reserve: Option<u64>,
+    /// If the reserve of the step is too small for the rows, the factor of a reserve that is not.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    reserve_grown_to: Option<f64>,
+}
+
+impl Display for Routed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(f, "rows of experts in all requests: --expert-load {}", self.expert_load)?;
+        match self.reserve_grown_to {
+            Some(factor) => writeln!(
+                f,
+                "these rows do not fit the reserve of the step (memory.routing); gapless is shown with a reserve of {factor:.2} × balanced rows"
+            ),
+            None => Ok(()),
+        }
+    }
 }
 
 /// A request that PyTorch could not serve, and the results of all allocators for the program up to this request.
@@ -128,6 +159,7 @@ struct OutOfMemory {
 impl Display for Outcome {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}", self.compared)?;
+        self.routed.iter().try_for_each(|routed| write!(f, "{routed}"))?;
         let Some(OutOfMemory { refused, compared }) = &self.refused else { return Ok(()) };
         let &Refused { event, bytes, device_free, reserved, allocated, .. } = refused;
         let (idle, alive) = (reserved.saturating_sub(allocated), allocated.saturating_add(bytes));
@@ -166,6 +198,8 @@ struct Program {
     plan: Option<Solution>,
     /// The maximum work of the planner.
     work: u64,
+    /// The rows of experts, if the program is a step of a mixture of experts.
+    routed: Option<Routed>,
     /// The last request that PyTorch could not serve, and the program up to this request.
     refused: Option<(Refused, Box<Program>)>,
 }
@@ -181,7 +215,7 @@ fn compare_one(arguments: &Arguments, program: Program) -> anyhow::Result<Compar
 }
 
 fn replayed(arguments: &Arguments, program: Program, capacity: Option<u64>) -> anyhow::Result<Compared> {
-    let Program { title, problem, requests, plan, work, .. } = program;
+    let Program { title, problem, requests, plan, work, routed, .. } = program;
     if problem.is_empty() {
         bail!("{title}: no buffers, nothing to compare");
     }
@@ -198,6 +232,7 @@ fn replayed(arguments: &Arguments, program: Program, capacity: Option<u64>) -> a
             pictures: arguments.html.is_some(),
             planner: Options { deadline: arguments.deadline, work, ..Options::default() },
             plan,
+            unused_reserve: routed.and_then(|routed| routed.unused_reserve),
         },
     ))
 }
@@ -224,6 +259,7 @@ fn read(arguments: &Arguments) -> anyhow::Result<Vec<Program>> {
                 requests,
                 plan: None,
                 work,
+                routed: None,
                 refused: None,
             }])
         }
@@ -239,6 +275,7 @@ fn read(arguments: &Arguments) -> anyhow::Result<Vec<Program>> {
                     requests,
                     plan: None,
                     work,
+                    routed: None,
                     refused,
                 }
             };
@@ -258,14 +295,25 @@ fn read(arguments: &Arguments) -> anyhow::Result<Vec<Program>> {
 }
 
 /// Returns the programs of a step's ranks. If `lowering` selects an eager framework, they have the lifetimes in this
-/// framework. Otherwise they have the compiled lifetimes, and their plans.
+/// framework. Otherwise they have the compiled lifetimes, and their plans. Either way, experts have the rows of the
+/// step's load.
 fn of_ranks(step: &Step) -> anyhow::Result<Vec<Program>> {
     let graph = step.record()?;
     let planned = |&rank: &usize| {
+        let mut routed = step.routed_rows(&graph, rank).map(|_| Routed {
+            expert_load: step.expert_load.to_string(),
+            unused_reserve: None,
+            reserve_grown_to: None,
+        });
         let (problem, plan) = match step.lowering {
             Lowering::Gapless => {
                 let executable = step.plan(&step.program(&graph, rank)?)?;
-                (executable.problem().clone(), Some(executable.solution().clone()))
+                let served = executable.serve_rows(&step.received_rows(&graph, rank)).map_err(TrainError::from)?;
+                if let Some(routed) = routed.as_mut().filter(|_| executable.routing().is_some()) {
+                    routed.unused_reserve = Some(served.arena_bytes - served.solution.height);
+                    routed.reserve_grown_to = served.grown_to;
+                }
+                (served.problem, Some(served.solution))
             }
             Lowering::Eager | Lowering::EagerAmp => (step.eager(&graph, rank)?, None),
         };
@@ -281,6 +329,7 @@ fn of_ranks(step: &Step) -> anyhow::Result<Vec<Program>> {
             requests,
             plan,
             work: step.options.memory.planning,
+            routed,
             refused: None,
         })
     };

@@ -7,7 +7,8 @@ use std::process::ExitCode;
 use std::thread::available_parallelism;
 
 use gapless::run::Stop;
-use gapless::sweep::{Progress, Results, Row, Status, Sweep, above_bound, fragmentation, gains, run as sweep};
+use gapless::sweep::{Progress, Results, Row, Status, Sweep, UnusedReserve};
+use gapless::sweep::{above_bound, fragmentation, gains, run as sweep, unused_reserve};
 use gapless_alloc::draw::Bytes;
 use indicatif::{ProgressBar, ProgressStyle};
 
@@ -26,6 +27,9 @@ pub struct Arguments {
     /// The folder for the results.
     #[arg(long, value_name = "DIR")]
     out: PathBuf,
+    /// Set a key of all configurations, e.g. estimate.expert_load=worst; can be given several times.
+    #[arg(long, value_name = "KEY=VALUE", allow_hyphen_values = true)]
+    set: Vec<String>,
     /// Worker threads; all cores by default.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     threads: Option<u16>,
@@ -37,7 +41,7 @@ pub fn run(arguments: &Arguments) -> ExitCode {
         tell(format_args!("gapless sweep: {error}"));
         ExitCode::from(code)
     };
-    let spec = match Sweep::read(&arguments.spec) {
+    let spec = match Sweep::read(&arguments.spec, &arguments.set) {
         Ok(spec) => spec,
         Err(error) => return fail(&error, 2),
     };
@@ -96,6 +100,18 @@ fn usual_reason(rows: &[Row]) -> String {
     }
 }
 
+/// Says how much less or more plans waste ([`gapless::sweep::Fragmentation::reduction`]).
+fn difference(reduction: f64) -> String {
+    match reduction < 0.0 {
+        true => format!("of which the allocator saves {:.1} %", -100.0 * reduction),
+        false => format!("{:.1} % less", 100.0 * reduction),
+    }
+}
+
+fn gib(bytes: u64) -> f64 {
+    bytes as f64 / f64::from(1 << 30)
+}
+
 fn progress_bar(rows: u64) -> ProgressBar {
     let style = ProgressStyle::with_template("{pos}/{len} {wide_bar} {msg} ETA {eta}").expect("the template is sound");
     ProgressBar::new(rows).with_style(style)
@@ -140,26 +156,39 @@ fn allocators(out: &mut dyn std::io::Write, spec: &Sweep, results: &Results) -> 
     for waste in fragmentation(spec, rows) {
         writeln!(
             out,
-            "{}: fragmentation {:.2} % on average over {} configurations, {:.2} % at most; plans {:.3} %, {:.1} % less",
+            "{}: fragmentation {:.2} % on average over {} configurations, {:.2} % at most; plans {:.3} %; wasted {:.3} GiB in all, by plans {:.3} GiB, {}",
             waste.allocator,
             100.0 * waste.mean,
             waste.configurations,
             100.0 * waste.most,
             100.0 * waste.planned,
-            100.0 * waste.reduction
+            gib(waste.wasted_bytes),
+            gib(waste.planned_wasted_bytes),
+            difference(waste.reduction),
+        )?;
+    }
+    if let Some(UnusedReserve { configurations, mean_bytes, most_bytes, grown }) = unused_reserve(rows) {
+        let (mean, most) = (gib(mean_bytes), gib(most_bytes));
+        writeln!(
+            out,
+            "reserved by plans for other rows of experts, and not counted above: {mean:.3} GiB on average over {configurations} configurations, {most:.3} GiB at most; the reserve of {grown} had to grow for these rows"
         )?;
     }
     for gain in gains(spec, throughput) {
         writeln!(
             out,
-            "{}, menu {}: plans are {:.1} % faster on average over {} budgets ({} without a gain), {:.1} % at most; {} budgets where only plans fit",
+            "{}, menu {}: plans are {:.1} % faster on average over {} budgets ({} without a gain), {:.1} % at most; {} budgets where only plans fit{}",
             gain.allocator,
             gain.menu,
             100.0 * gain.mean,
             gain.budgets,
             gain.without,
             100.0 * gain.most,
-            gain.only_planned
+            gain.only_planned,
+            gain.mean_with_reserve.map_or_else(String::new, |mean| format!(
+                "; if the reserve for other rows must fit too, {:.1} % faster on average",
+                100.0 * mean
+            ))
         )?;
     }
     let above = above_bound(rows);

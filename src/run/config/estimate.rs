@@ -4,6 +4,8 @@ use gapless_engine::compile::step::text;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+use super::ExpertLoad;
+
 /// The table `[estimate]` of a run file.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
@@ -22,6 +24,13 @@ pub struct EstimateConfig {
     pub terabytes: Option<f64>,
     /// The source of the tensor lifetimes.
     pub lowering: Lowering,
+    /// The distribution of tokens over the experts of each layer: `even` gives every expert the same chance; in
+    /// `skewed:A`, the n-th most popular expert is chosen n^−A times as often as the first; `worst` sends as many rows
+    /// to one expert rank as any routing can. Comparisons and sweeps show the expert rank that receives most rows. The
+    /// arena does not depend on it (`memory.routing`).
+    #[serde(with = "text")]
+    #[schemars(with = "String")]
+    pub expert_load: ExpertLoad,
     /// The pipeline ranks that `plan` and `compare` show: numbers separated by commas, or `all`. Data and expert ranks
     /// have the same plan as the first rank of their stage.
     #[serde(deserialize_with = "text::number_or_text")]
@@ -52,6 +61,13 @@ impl EstimateConfig {
 
 impl Default for EstimateConfig {
     fn default() -> Self {
-        Self { profile: None, tflops: None, terabytes: None, lowering: Lowering::Gapless, rank: "0".into() }
+        Self {
+            profile: None,
+            tflops: None,
+            terabytes: None,
+            lowering: Lowering::Gapless,
+            expert_load: ExpertLoad::EVEN,
+            rank: "0".into(),
+        }
     }
 }

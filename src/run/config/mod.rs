@@ -8,6 +8,7 @@
 mod check;
 mod data;
 mod estimate;
+mod expert_load;
 mod learning_rate;
 mod model;
 mod names;
@@ -32,6 +33,7 @@ use serde_json::json;
 pub(crate) use check::refused;
 pub use data::{DataConfig, SourceConfig};
 pub use estimate::{EstimateConfig, Lowering};
+pub use expert_load::ExpertLoad;
 pub use learning_rate::{RateConfig, RateShape};
 pub use model::{ModelConfig, PRESETS};
 pub use names::NAMES;
@@ -41,7 +43,7 @@ pub use optimizer::{GroupConfig, OptimizerConfig, Rule};
 pub use read::ConfigError;
 pub(crate) use read::text_of;
 #[cfg(feature = "sweep")]
-pub(crate) use read::{line_of, with_nearest};
+pub(crate) use read::{assign, line_of, with_nearest};
 
 use super::GuardConfig;
 

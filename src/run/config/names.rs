@@ -7,7 +7,7 @@ use super::{ConfigError, ModelConfig};
 
 /// Short names and their keys. A flag of the command is a short name with dashes: `--micro-batches 4` means
 /// `--set step.micro_batches=4`.
-pub const NAMES: [(&str, &str); 29] = [
+pub const NAMES: [(&str, &str); 30] = [
     ("model", "model"),
     ("batch", "step.batch"),
     ("micro_batches", "step.micro_batches"),
@@ -33,6 +33,7 @@ pub const NAMES: [(&str, &str); 29] = [
     ("device", "device"),
     ("threads", "threads"),
     ("lowering", "estimate.lowering"),
+    ("expert_load", "estimate.expert_load"),
     ("profile", "estimate.profile"),
     ("tflops", "estimate.tflops"),
     ("terabytes", "estimate.terabytes"),

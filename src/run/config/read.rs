@@ -250,6 +250,13 @@ fn assigned(root: &Table, assignments: &[String]) -> Result<RunConfig, ConfigErr
 /// or applied. The inner error is the reason why the resulting table is invalid.
 fn with_assignments(root: &Table, assignments: &[String]) -> Result<Result<RunConfig, String>, ConfigError> {
     let mut root = root.clone();
+    assign(&mut root, assignments)?;
+    expect_tables(&root)?;
+    Ok(RunConfig::deserialize(root).map_err(|error| with_nearest_name(error.to_string())))
+}
+
+/// Sets the keys of assignments, each of which is `KEY=VALUE`.
+pub(crate) fn assign(root: &mut Table, assignments: &[String]) -> Result<(), ConfigError> {
     for assignment in assignments {
         let wrong = |why: &str| ConfigError::Assignment { assignment: assignment.clone(), why: why.to_owned() };
         let (key, value) = assignment.split_once('=').ok_or_else(|| wrong("it has no ="))?;
@@ -261,10 +268,9 @@ fn with_assignments(root: &Table, assignments: &[String]) -> Result<Result<RunCo
         if key.split('.').any(str::is_empty) {
             return Err(wrong("it has no key"));
         }
-        set(&mut root, key, value).map_err(|why: String| wrong(&why))?;
+        set(root, key, value).map_err(|why: String| wrong(&why))?;
     }
-    expect_tables(&root)?;
-    Ok(RunConfig::deserialize(root).map_err(|error| with_nearest_name(error.to_string())))
+    Ok(())
 }
 
 /// Adds the most similar valid name to a message about an unknown key or value. If no name is similar enough, returns

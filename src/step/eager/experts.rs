@@ -10,7 +10,7 @@
 
 use std::collections::BTreeMap;
 
-use gapless_engine::graph::{Graph, NodeId, Numbers, Phase, ValueId};
+use gapless_engine::graph::{Graph, NodeId, Phase, ValueId};
 
 use super::autograd::{Autograd, Var};
 use super::rules::sort_workspace;
@@ -56,21 +56,6 @@ impl Mixture {
         let output = graph.node(named("combine").next()?).outputs[0];
         Some(Self { dispatch, weights, projections: projections.try_into().ok()?, output })
     }
-}
-
-/// Draws the row counts of the first `here` of `experts` experts. Each of the `rows` rows goes to any expert with equal
-/// probability. A count has a binomial distribution, which is approximated by a normal distribution.
-pub fn draw_row_counts(rows: u64, experts: u64, here: u64, numbers: Numbers) -> Vec<u64> {
-    let mut left = rows;
-    let mut draw = |expert: u64| {
-        let chance = 1.0 / (experts - expert) as f64;
-        let mean = left as f64 * chance;
-        let deviation = (mean * (1.0 - chance)).sqrt();
-        let count = (mean + deviation * numbers.normal(expert as usize)).round().clamp(0.0, left as f64) as u64;
-        left -= count;
-        count
-    };
-    (0..here).map(&mut draw).collect()
 }
 
 /// Computes one of this rank's experts on its rows.
@@ -263,22 +248,5 @@ impl Autograd {
         let y = self.tape.new_tensor(counts.iter().sum(), like.data.width, dtype);
         let op = self.record(&parts.iter().collect::<Vec<_>>());
         op.output(y, move |_, g| counts.iter().map(|&elements| Some(Tensor { elements, ..g.view() })).collect())
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn drawn_rows_are_all_rows_on_all_experts() {
-        for (rows, experts) in [(0, 1), (7, 8), (16_384, 8), (1 << 20, 60)] {
-            let drawn = |here, seed| draw_row_counts(rows, experts, here, Numbers::from_seed(seed));
-            let all = drawn(experts, 3);
-            assert_eq!(all.iter().sum::<u64>(), rows);
-            // A rank draws the same counts for its experts as a rank that has all of them.
-            assert_eq!(drawn(experts.div_ceil(2), 3)[..], all[..experts.div_ceil(2) as usize]);
-            assert!(rows < 100 || drawn(experts, 4) != all);
-        }
     }
 }

@@ -51,13 +51,18 @@ pub enum EagerError {
 
 impl Step {
     /// Returns the lifetimes of a pipeline rank under an eager framework. If the step's key `lowering` is `eager-amp`,
-    /// autocast is modelled; other values have no effect. The rows of experts are drawn at random: each row goes to any
-    /// of a layer's experts with equal probability.
+    /// autocast is modelled; other values have no effect. Experts get the rows of [`Step::routed_rows`].
     ///
     /// # Errors
     /// Returns an [`EagerError`] if the step has a part that is not modelled.
     pub fn eager(&self, graph: &StepGraph, rank: usize) -> Result<Problem, EagerError> {
-        self.eager_with(graph, rank, None)
+        match self.routed_rows(graph, rank) {
+            Some(rows) => {
+                self.eager_routed(graph, rank, &|micro_batch, layer| rows.of_experts(micro_batch, layer).to_vec())
+            }
+            // Without experts that are chosen, there is nothing to route.
+            None => self.eager_routed(graph, rank, &|_, _| Vec::new()),
+        }
     }
 
     /// Like [`Self::eager`], but `rows` gives the number of rows of each expert. `rows` must be a pure function,
@@ -66,10 +71,6 @@ impl Step {
     /// # Errors
     /// Returns an [`EagerError`] if the step has a part that is not modelled.
     pub fn eager_routed(&self, graph: &StepGraph, rank: usize, rows: &ExpertRows<'_>) -> Result<Problem, EagerError> {
-        self.eager_with(graph, rank, Some(rows))
-    }
-
-    fn eager_with(&self, graph: &StepGraph, rank: usize, rows: Option<&ExpertRows<'_>>) -> Result<Problem, EagerError> {
         let table = self.options.pipeline.schedule.actions(&self.shape())?;
         let row = table.get(rank).ok_or_else(|| EagerError::Unknown(format!("rank {rank}")))?;
         if row.iter().any(|action| !matches!(action.kind, Kind::Forward | Kind::Backward)) {
@@ -79,8 +80,7 @@ impl Step {
             )));
         }
         let graph = graph.graph();
-        let mut run = Run::new(&graph, self.style(), row);
-        run.route(rows);
+        let mut run = Run::new(&graph, self.style(), row, rows);
         run.checkpoint(self.checkpoints(run.blocks())?);
         row.iter().enumerate().try_for_each(|(at, &action)| run.run_action(action, row.get(at + 1)))?;
         run.update();

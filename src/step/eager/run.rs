@@ -5,13 +5,13 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ops::Range;
 
 use gapless_alloc::Buffer;
-use gapless_engine::graph::{DType, Graph, NodeId, Phase, Source, Spec, Stream, ValueId};
+use gapless_engine::graph::{DType, Graph, NodeId, Phase, Source, Spec, ValueId};
 use gapless_engine::recompute::block_of;
 use gapless_parallel::{Action, Kind, StageId};
 
 use super::EagerError;
 use super::autograd::{Autograd, Checkpoint, Mode, Var};
-use super::experts::{ExpertRows, Mixture, draw_row_counts};
+use super::experts::{ExpertRows, Mixture};
 use super::stage::{Stage, is_sum, places};
 use super::tape::{BF16, F32, INT64, Tensor};
 
@@ -58,8 +58,8 @@ pub struct Run<'g> {
     gates: HashSet<ValueId>,
     /// Mixtures of experts by layer.
     mixtures: BTreeMap<String, Mixture>,
-    /// Row counts of experts. If `None`, they are drawn at random.
-    rows: Option<&'g ExpertRows<'g>>,
+    /// Row counts of experts.
+    rows: &'g ExpertRows<'g>,
     micro_batch: Cell<usize>,
     blocks: Vec<String>,
     checkpointed: HashSet<String>,
@@ -78,7 +78,7 @@ struct InFlight {
 
 impl<'g> Run<'g> {
     /// Creates a run and allocates everything that exists before the step.
-    pub fn new(graph: &'g Graph, style: Style, row: &[Action]) -> Self {
+    pub fn new(graph: &'g Graph, style: Style, row: &[Action], rows: &'g ExpertRows<'g>) -> Self {
         let mixtures = Mixture::find(graph);
         let (stages, blocks) = Stage::of_rank(graph, &places(graph, &mixtures), row, style.is_transformers);
         let mut run = Self {
@@ -93,7 +93,7 @@ impl<'g> Run<'g> {
             casts: RefCell::default(),
             gates: graph.nodes().iter().filter(|node| node.op.name() == "swiglu").map(|node| node.inputs[0]).collect(),
             mixtures,
-            rows: None,
+            rows,
             micro_batch: Cell::new(0),
             blocks,
             checkpointed: HashSet::new(),
@@ -113,11 +113,6 @@ impl<'g> Run<'g> {
     /// Sets the blocks that are checkpointed.
     pub fn checkpoint(&mut self, blocks: Vec<String>) {
         self.checkpointed = blocks.into_iter().collect();
-    }
-
-    /// Sets the row counts of experts.
-    pub fn route(&mut self, rows: Option<&'g ExpertRows<'g>>) {
-        self.rows = rows;
     }
 
     /// Allocates parameters, rotary tables and optimizer states.
@@ -455,17 +450,9 @@ impl<'g> Run<'g> {
             project(down, expert, &hidden)
         };
         let count = self.of_experts[&gate].len();
-        let (ranks, micro_batch) = (style.expert_ranks, self.micro_batch.get());
-        let mut rows = match self.rows {
-            Some(rows) => rows(micro_batch, layer),
-            None => {
-                let stream = Stream::new(0, 0, micro_batch as u64);
-                let numbers = stream.place(mixture.dispatch.index() as u64, count);
-                draw_row_counts(weights.data.elements * ranks, count as u64 * ranks, count as u64, numbers)
-            }
-        };
+        let mut rows = (self.rows)(self.micro_batch.get(), layer);
         rows.truncate(count);
-        match ranks {
+        match style.expert_ranks {
             1 => autograd.looped_experts(x, weights, &rows, &expert),
             _ => autograd.experts_over_ranks(x, weights, &rows, &expert),
         }

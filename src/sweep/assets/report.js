@@ -24,7 +24,9 @@ const faster = (best, row) => (!best || time(row) < time(best) ? row : best);
 const percent = (part, digits = 2) => (100 * part).toFixed(digits) + " %";
 // Bytes that an allocator has to hold. Index 0 is the plan, whose lifetimes may differ from those that the others
 // replay.
-const held = (row, index) => (index ? row.allocated : row.live);
+const held = (row, index) => (index && index !== data.used ? row.allocated : row.live);
+// Bytes of the arena that the step uses. The rest is reserved for rows of experts that the step does not have.
+const used = (row) => row.reserved[data.used];
 
 const extent = (numbers, part = 0.04) => {
   const [low, high] = numbers.length ? [Math.min(...numbers), Math.max(...numbers)] : [0, 1];
@@ -52,7 +54,7 @@ function front(allocator) {
 function figures() {
   const fits = rows.filter((row) => row.fits);
   const fastest = fits.reduce(faster, null);
-  const gap = Math.max(...planned.map((row) => row.reserved[0] / row.live), 1);
+  const gap = Math.max(...planned.map((row) => used(row) / row.live), 1);
   const all = [
     ["device", data.device], ["memory", gib(data.capacity)], ["configurations", rows.length], ["fit", fits.length], ["planned", planned.length],
     ["fastest", fastest ? timeText(fastest) : "–"], ["largest gap of a plan", ((gap - 1) * 100).toFixed(3) + " %"],
@@ -216,14 +218,17 @@ function table(box, head, lines) {
 }
 
 function fragmentation() {
-  const head = ["allocator", "configurations", "mean", "maximum", "plans, mean", "reduction, mean"];
-  const line = (of) => [of.allocator, of.configurations, percent(of.mean), percent(of.most), percent(of.planned, 3), percent(of.reduction, 1)];
+  const head = ["allocator", "configurations", "mean", "maximum", "plans, mean", "wasted, in all", "plans, in all", "reduction"];
+  const line = (of) => [
+    of.allocator, of.configurations, percent(of.mean), percent(of.most), percent(of.planned, 3), gib(of.wasted_bytes), gib(of.planned_wasted_bytes),
+    percent(of.reduction, 1),
+  ];
   table(document.querySelector("#fragmentation .table"), head, data.fragmentation.map(line));
-  const above = planned.filter((row) => data.above.includes(row.key)).sort((a, b) => b.reserved[0] / b.live - a.reserved[0] / a.live);
+  const above = planned.filter((row) => data.above.includes(row.key)).sort((a, b) => used(b) / b.live - used(a) / a.live);
   const list = document.querySelector("#fragmentation details");
   list.hidden = !above.length;
   list.firstElementChild.textContent = `${above.length} of ${planned.length} plans exceed the peak live bytes, their lower bound, by 0.05 % or more`;
-  const facts = (row) => [values(row), gib(row.reserved[0]), gib(row.live), percent(1 - row.live / row.reserved[0], 3)];
+  const facts = (row) => [values(row), gib(used(row)), gib(row.live), percent(1 - row.live / used(row), 3)];
   table(list.lastElementChild, ["configuration", "arena", "bound", "above"], above.map(facts));
 }
 

@@ -1,5 +1,5 @@
 //! Shared by the tests of all crates: generated cases that are the same everywhere, reports of skipped checks, and
-//! access to files next to the repository.
+//! access to files next to the repository, and to the pages of the documentation.
 //!
 //! In: cases, as proptest's strategies describe them. Out: tests whose verdict depends neither on the machine nor on
 //! the day, and on request (`GAPLESS_EXPLORE`) tests that look for new cases. This crate makes no assertions about
@@ -35,12 +35,14 @@
 mod evidence;
 mod generated;
 mod only;
+mod page;
 mod processes;
 mod skipped;
 
 pub use evidence::{evidence, open, table_name};
 pub use generated::{Generated, SEED};
 pub use only::only_test;
+pub use page::assert_on_page;
 pub use processes::mpirun;
 pub use proptest;
 pub use skipped::{few, in_turn, next_to_repository, not_checked, slow_tests_enabled};

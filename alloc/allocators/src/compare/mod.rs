@@ -37,6 +37,9 @@ pub struct Comparison {
     pub planner: Options,
     /// An existing plan for [`Kind::Gapless`]. With `None`, the comparison makes a plan.
     pub plan: Option<Solution>,
+    /// Bytes that gapless reserves beyond the plan, for routed rows that these requests do not have. `None` if all
+    /// sizes are known when the step is compiled.
+    pub unused_reserve: Option<u64>,
 }
 
 impl Default for Comparison {
@@ -50,6 +53,7 @@ impl Default for Comparison {
             pictures: false,
             planner: Options::default(),
             plan: None,
+            unused_reserve: None,
         }
     }
 }
@@ -77,6 +81,8 @@ pub struct Entry {
     /// The smallest device in bytes on which the allocator completes. `None` if that was not requested, or if the
     /// allocator does not complete on the given device.
     pub smallest_device: Option<u64>,
+    /// Bytes that gapless reserves in addition for other routed rows; `None` for all other allocators.
+    pub unused_reserve: Option<u64>,
     /// The allocator's timeline, if pictures were requested.
     pub timeline: Option<Timeline>,
 }
@@ -116,7 +122,8 @@ pub fn compare(problem: &Problem, requests: &Requests, comparison: &Comparison) 
             }
         };
         let smallest_device = outcome.as_ref().ok().filter(|_| comparison.smallest_device).and_then(smallest);
-        Entry { kind, outcome, smallest_device, timeline }
+        let unused_reserve = comparison.unused_reserve.filter(|_| kind == Kind::Gapless);
+        Entry { kind, outcome, smallest_device, unused_reserve, timeline }
     };
     let mut allocators: Vec<Entry> = comparison.kinds.iter().map(entry).collect();
     allocators.sort_by_key(|entry| (entry.outcome.is_err(), entry.outcome.as_ref().ok().map(Report::peak_reserved)));
@@ -125,7 +132,7 @@ pub fn compare(problem: &Problem, requests: &Requests, comparison: &Comparison) 
 
 impl Serialize for Entry {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        let mut entry = serializer.serialize_struct("Entry", 7)?;
+        let mut entry = serializer.serialize_struct("Entry", 8)?;
         entry.serialize_field("allocator", self.kind.name())?;
         match &self.outcome {
             Ok(report) => {
@@ -137,6 +144,10 @@ impl Serialize for Entry {
                 match &self.smallest_device {
                     Some(bytes) => entry.serialize_field("min_capacity", bytes)?,
                     None => entry.skip_field("min_capacity")?,
+                }
+                match &self.unused_reserve {
+                    Some(bytes) => entry.serialize_field("unused_reserve", bytes)?,
+                    None => entry.skip_field("unused_reserve")?,
                 }
             }
             Err(error) => entry.serialize_field("error", &error.to_string())?,
@@ -150,8 +161,10 @@ impl fmt::Display for Compared {
         write!(f, "{:<20}{:>15}{:>15}{:>10}", "allocator", "reserved GiB", "allocated GiB", "× live")?;
         write!(f, "{:>15}{:>10}{:>14}{:>12}", "fragmentation", "segments", "device calls", "time")?;
         let searched = self.allocators.iter().any(|entry| entry.smallest_device.is_some());
-        writeln!(f, "{}", if searched { "  smallest device GiB" } else { "" })?;
-        for Entry { kind, outcome, smallest_device, .. } in &self.allocators {
+        let reserves = self.allocators.iter().any(|entry| entry.unused_reserve.is_some());
+        write!(f, "{}", if searched { "  smallest device GiB" } else { "" })?;
+        writeln!(f, "{}", if reserves { "  unused reserve GiB" } else { "" })?;
+        for Entry { kind, outcome, smallest_device, unused_reserve, .. } in &self.allocators {
             let report = match outcome {
                 Ok(report) => report,
                 Err(error) => {
@@ -166,7 +179,12 @@ impl fmt::Display for Compared {
             let ms = 1e3 * report.time.as_secs_f64();
             write!(f, "{:>14.2}%{segments:>10}{calls:>14}{ms:>9.1} ms", 100.0 * report.fragmentation())?;
             match smallest_device {
-                Some(bytes) => writeln!(f, "{:>21.3}", gib(*bytes))?,
+                Some(bytes) => write!(f, "{:>21.3}", gib(*bytes))?,
+                None if searched => write!(f, "{:>21}", "")?,
+                None => {}
+            }
+            match unused_reserve {
+                Some(bytes) => writeln!(f, "{:>20.3}", gib(*bytes))?,
                 None => writeln!(f)?,
             }
         }

@@ -68,6 +68,16 @@ impl Row {
         );
     }
 
+    /// The line of docs/arena.md.
+    pub fn markdown(&self) -> String {
+        let cell = |r: &Reserved| {
+            let [reserved, smallest] = [r.reserved, r.smallest].map(|bytes| bytes as f64 / self.live as f64);
+            format!("{reserved:.4} / {smallest:.4}")
+        };
+        let [stalloc, pytorch, expandable] = self.peers.each_ref().map(cell);
+        format!("| {} | {} | {stalloc} | {pytorch} | {expandable} |", self.name, cell(&self.arena))
+    }
+
     pub fn print(&self) {
         let cell = |r: &Reserved| {
             let [reserved, smallest] = [r.reserved, r.smallest].map(|bytes| bytes as f64 / self.live as f64);

@@ -1,0 +1,163 @@
+//! Every table of measurements in the documentation has a source: a test that compares it, or a command that prints it.
+//!
+//! A table counts as measurements if a third of its cells begin with a digit. Its source is listed here, and its page
+//! names the command. A table whose numbers no test compares can become stale: its command is to be run again whenever
+//! what it measures changes.
+
+use std::fs;
+use std::path::Path;
+
+/// The source of a table.
+#[derive(Debug)]
+enum Source {
+    /// A test that fails if the page differs: the file, and the function. With `GAPLESS_SLOW_TESTS=1` it compares every
+    /// line.
+    Compared(&'static str, &'static str),
+    /// A command that prints the numbers, and a file in which it is implemented. A run takes minutes, or needs an idle
+    /// machine, a GPU or PyTorch.
+    Printed(&'static str, &'static str),
+    /// Not measured: definitions, vendors' data, or what follows from the source in this file.
+    Stated(&'static str),
+}
+use Source::{Compared, Printed, Stated};
+
+const TRAIN_STEP: Source = Printed("--bench train_step", "benches/train_step/main.rs");
+const GPU: Source = Printed("benches/gpu", "benches/gpu/main.rs");
+const PLAN: Source = Printed("gapless plan", "src/bin/gapless/plan/mod.rs");
+const STEP_MEMORY: Source = Printed("--test training step_memory", "tests/training/step_memory.rs");
+const PLANNER: Source = Printed("--bench planner", "alloc/benches/planner.rs");
+const ROUTING: Source =
+    Compared("alloc/allocators/tests/arena_routing.rs", "reserves_less_than_a_block_more_than_the_best_of_the_others");
+
+/// Every table of measurements, by its page and the beginning of its first line.
+const TABLES: &[(&str, &str, Source)] = &[
+    ("README.md", "| | tokens/s | peak resident memory", TRAIN_STEP),
+    ("docs/allocators.md", "| recording | gapless | stalloc", Printed("gapless compare", "src/bin/gapless/compare.rs")),
+    (
+        "docs/allocators.md",
+        "| step | split-and-fuse",
+        Compared("alloc/allocators/tests/stalloc_planner.rs", "both_algorithms_reserve_what_the_authors_planner_does"),
+    ),
+    ("docs/architecture.md", "| level | available on", Stated("engine/kernels/src/cpu/simd.rs")),
+    ("docs/architecture.md", "| loop | instructions", Printed(".ci/platforms instructions", ".ci/platforms")),
+    (
+        "docs/arena.md",
+        "| recording | arena",
+        Compared("alloc/allocators/tests/arena_recordings.rs", "reserves_at_most_what_the_best_of_the_others_does"),
+    ),
+    ("docs/arena.md", "| step, routing | arena", ROUTING),
+    (
+        "docs/arena.md",
+        "| | reserve | uniform",
+        Compared("alloc/allocators/tests/arena_routing.rs", "policies_do_what_they_say"),
+    ),
+    ("docs/arena.md", "| step | `Bytes`", Printed("--bench arena", "alloc/allocators/benches/arena.rs")),
+    (
+        "docs/build.md",
+        "| build | CPU seconds",
+        Printed("cargo run --release --example train_gpt", "examples/train_gpt.rs"),
+    ),
+    (
+        "docs/experiments.md",
+        "| step | requests",
+        Compared("examples/schedule_experiments/main.rs", "the_table_of_the_page_is_what_this_prints"),
+    ),
+    (
+        "docs/experiments.md",
+        "| step, with steps of other lengths",
+        Printed("--vary-lengths", "examples/schedule_experiments/main.rs"),
+    ),
+    ("docs/generation.md", "| sequences | share", Printed("gapless-bench-generate", "benches/generate/src/main.rs")),
+    ("docs/gpu.md", "| | ms per step", GPU),
+    ("docs/gpu.md", "| launch | measured", GPU),
+    ("docs/gpu.md", "| kernel | `wgmma` per tile", Stated("engine/kernels/src/cuda/launch/attention.rs")),
+    ("docs/gpu.md", "| | launches | bytes read", PLAN),
+    ("docs/gpu.md", "| version | launches", PLAN),
+    ("docs/gpu.md", "| kernel | threads", Printed("every_kernel_compiles", "tests/gpu_bench.rs")),
+    ("docs/gpu.md", "| kernel | loads in flight", Stated("engine/kernels/src/cuda/launch/mod.rs")),
+    ("docs/hugging_face.md", "| trained | parameters", Printed("llama_of_1b", "tests/training/trainable.rs")),
+    ("docs/moe.md", "| `--reserve`", Printed("--example train_moe", "examples/train_moe.rs")),
+    ("docs/moe.md", "| `MoeStyle`", Stated("models/src/moe.rs")),
+    ("docs/moe.md", "| threads | step", TRAIN_STEP),
+    ("docs/moe.md", "| part of the step", TRAIN_STEP),
+    ("docs/optimizers.md", "| optimizer | states", Stated("tests/training/optimizers.rs")),
+    ("docs/optimizers.md", "| singular values", Stated("engine/graph/src/optim/subspace.rs")),
+    ("docs/optimizers.md", "| step | AdamW", Printed("gapless train", "src/bin/gapless/train.rs")),
+    ("docs/planner.md", "| exit code", Stated("src/bin/gapless/plan/mod.rs")),
+    ("docs/planner.md", "| instance | buffers", PLANNER),
+    ("docs/planner.md", "| step | buffers", PLANNER),
+    ("docs/recompute.md", "| step | exact", Printed("", "tests/training/stash.rs")),
+    ("docs/recompute.md", "| model | batch", STEP_MEMORY),
+    ("docs/recompute.md", "| model | recomputed | arena", STEP_MEMORY),
+    ("docs/recompute.md", "| fraction of the", PLAN),
+    ("docs/recompute.md", "| schedule | recomputed", PLAN),
+    ("docs/recompute.md", "| budget | arena", PLAN),
+    ("docs/recompute.md", "| model | budget", PLAN),
+    ("docs/recompute.md", "| model | recomputed | compressed", PLAN),
+    ("docs/runs.md", "| code | meaning", Stated("src/bin/gapless/main.rs")),
+    ("docs/sweep.md", "| recording | experts", Compared("tests/eager.rs", "steps_allocate_what_the_library_does")),
+    ("docs/sweep.md", "| profile | device", Stated("src/step/cards.rs")),
+    ("docs/sweep.md", "| ranks | configurations", Printed("--bench predicted", "benches/predicted/main.rs")),
+    (
+        "docs/sweep.md",
+        "| allocator | fragmentation",
+        Printed("gapless sweep specs/llama-7b.toml", "src/bin/gapless/sweep.rs"),
+    ),
+    ("docs/sweep.md", "| load | allocator", Printed("gapless sweep specs/qwen-moe.toml", "src/bin/gapless/sweep.rs")),
+    ("docs/weights_and_data.md", "| data | rows", Stated("docs/weights_and_data.md")),
+];
+
+/// Returns the pages of the documentation. docs/run_file.md is generated as a whole (`tests/run_file/reference.rs`).
+fn pages() -> Vec<(String, String)> {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let docs = fs::read_dir(root.join("docs")).unwrap();
+    let names = docs.map(|entry| format!("docs/{}", entry.unwrap().file_name().into_string().unwrap()));
+    let names = names.filter(|name| name.ends_with(".md") && name != "docs/run_file.md");
+    let all = names.chain(["README.md", "CONTRIBUTING.md"].map(str::to_owned));
+    all.map(|name| (name.clone(), fs::read_to_string(root.join(name)).unwrap())).collect()
+}
+
+/// Returns the first lines of a page's tables of measurements.
+fn measured_tables(text: &str) -> Vec<&str> {
+    let lines: Vec<&str> = text.lines().collect();
+    let is_row = |line: &&str| line.starts_with('|');
+    let is_rule = |line: &str| is_row(&line) && line.chars().all(|letter| "|-: ".contains(letter));
+    let starts = (0..lines.len().saturating_sub(1)).filter(|&at| is_row(&lines[at]) && is_rule(lines[at + 1]));
+    let is_measured = |&at: &usize| {
+        let rows = lines[at + 2..].iter().copied().take_while(is_row);
+        let cells: Vec<&str> = rows.flat_map(|row| row.trim_matches('|').split('|')).collect();
+        let begins_with_digit = |cell: &&&str| {
+            cell.trim_matches([' ', '*', '~', '×', '+', '-', '−']).starts_with(|c: char| c.is_ascii_digit())
+        };
+        3 * cells.iter().filter(begins_with_digit).count() >= cells.len()
+    };
+    starts.filter(is_measured).map(|at| lines[at]).collect()
+}
+
+#[test]
+fn every_table_of_measurements_has_a_source() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let pages = pages();
+    for (page, text) in &pages {
+        for first in measured_tables(text) {
+            let known = TABLES.iter().any(|(of, start, _)| of == page && first.starts_with(start));
+            assert!(known, "{page}: no source is listed for the table\n{first}");
+        }
+    }
+    for (page, start, source) in TABLES {
+        let text = &pages.iter().find(|(name, _)| name == page).unwrap_or_else(|| panic!("{page} is missing")).1;
+        let is_there = text.lines().any(|line| line.starts_with(start));
+        assert!(is_there, "{page} has no table that starts with {start:?}; take it out of TABLES");
+        let (Compared(file, _) | Printed(_, file) | Stated(file)) = source;
+        assert!(root.join(file).exists(), "{page}: {file}, the source of {start:?}, does not exist");
+        match source {
+            Compared(file, test) => {
+                let code = fs::read_to_string(root.join(file)).unwrap();
+                assert!(code.contains(&format!("fn {test}()")), "{file} has no test {test}");
+                assert!(code.contains(page), "{file} does not read {page}");
+            }
+            Printed(command, _) => assert!(text.contains(command), "{page} does not name the command {command:?}"),
+            Stated(_) => {}
+        }
+    }
+}
