@@ -16,7 +16,7 @@ use crate::executable::Executable;
 use crate::instruction::{DynamicAlloc, DynamicFree, RunCondition};
 use crate::lifetimes::{ALIGNMENT, tick_of};
 use crate::program::{BufferId, DynamicRows, Instr, InstrKind, Operand, Program};
-use crate::received_rows::{DynamicBuffer, SizedByRows, sized_by_rows};
+use crate::row_sizes::{DynamicBuffer, SizedByRows, sized_by_rows};
 
 impl Executable {
     /// Plans the arena of dynamic rows again, with another reserve. Keeps the new plan if `accept` returns true.

@@ -12,7 +12,7 @@ use gapless_graph::Spec;
 use crate::error::Result;
 use crate::instruction::{CompiledProgram, Persistent, unknown};
 use crate::offload_plan::HostPlan;
-use crate::received_rows::DynamicBuffer;
+use crate::row_sizes::DynamicBuffer;
 
 /// Options of [`compile`](crate::compile).
 #[derive(Debug, Clone)]

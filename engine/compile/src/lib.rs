@@ -26,6 +26,7 @@ mod program;
 mod received_rows;
 pub mod recompute;
 pub mod report;
+mod row_sizes;
 pub mod step;
 #[cfg(test)]
 mod test_support;
@@ -44,7 +45,8 @@ pub use program::{
     Buffer, BufferId, BufferKind, DynamicRows, Instance, Instr, InstrKind, IoTensor, Message, OffloadBuffer, OffloadId,
     Operand, Part, Program,
 };
-pub use received_rows::{ReceivedRows, ServedRows, table_with_rows};
+pub use received_rows::{ServedRows, table_with_rows};
+pub use row_sizes::ReceivedRows;
 
 /// Internals for the runtime only.
 #[doc(hidden)]
