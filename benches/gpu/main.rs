@@ -62,7 +62,7 @@ enum Command {
     Compile(compile::Arguments),
     /// Find the largest micro-batch whose arena fits a budget, or what a given one recomputes in it; needs no GPU
     Plan(plan::Arguments),
-    /// Estimate the time of a step on an H200 by launch, from measured and expected rates; needs no GPU
+    /// Estimate the time of a step on an H200 by launch, from measured rates; needs no GPU
     Estimate(estimate::Arguments),
     /// Compare training on the GPU in f32 and bf16 with training on the CPU, in the same process or beforehand
     Parity(parity::Arguments),
