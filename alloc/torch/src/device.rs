@@ -6,11 +6,12 @@
 
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
-use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Instant;
+
+use gapless_alloc::Buffer;
 
 use crate::checker::Checker;
 use crate::heap::Heap;
@@ -213,8 +214,9 @@ impl Device {
         let exact = self.player.as_ref().is_some_and(|player| player.exact);
         self.report.exact_iterations += u64::from(exact);
         self.return_to_plan();
-        if !exact {
-            self.plan_if_it_repeats(recorded);
+        match exact {
+            true => self.previous = Arc::default(),
+            false => self.plan_if_it_repeats(recorded),
         }
         let ready = self.options.wait_for_plan || self.planning.as_ref().is_some_and(|p| p.thread.is_finished());
         if ready && let Some(planning) = self.planning.take() {
@@ -243,7 +245,7 @@ impl Device {
 
     /// Lifetimes and bytes of the requests that an iteration makes and frees: of the iteration that the script repeats,
     /// with the planned offsets, or else of the last recorded one.
-    pub fn table(&self) -> (Vec<(Range<u64>, u64)>, Option<Vec<u64>>) {
+    pub fn table(&self) -> (Vec<Buffer>, Option<Vec<u64>>) {
         match &self.player {
             Some(player) => {
                 let (rows, offsets) = player.script.table();

@@ -10,7 +10,7 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicPtr, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use gapless_alloc::{Buffer, Problem, csv};
+use gapless_alloc::{Problem, csv};
 
 use crate::device::{Device, Options};
 use crate::driver::CudaPages;
@@ -203,8 +203,7 @@ pub unsafe extern "C" fn gapless_torch_write_table(device: c_int, path: *const c
         let allocator = allocator.ok_or_else(|| format!("CUDA device {device} is not in use"))?;
         let (rows, offsets) = allocator.table();
         let ids = (0..rows.len()).map(|id| id.to_string()).collect();
-        let buffers = rows.into_iter().map(|(ticks, bytes)| Buffer::new(ticks, bytes)).collect();
-        let problem = Problem::new(buffers).map_err(|error| error.to_string())?;
+        let problem = Problem::new(rows).map_err(|error| error.to_string())?;
         let file = std::fs::File::create(path.to_string_lossy().as_ref()).map_err(|error| error.to_string())?;
         let table = csv::Table::new(ids, problem);
         table.write(std::io::BufWriter::new(file), offsets.as_deref()).map_err(|error| error.to_string())

@@ -147,11 +147,11 @@ impl Script {
     }
 
     /// Lifetimes, bytes and offsets of what the repeated iteration makes and frees.
-    pub fn table(&self) -> (Vec<(Range<u64>, u64)>, Vec<u64>) {
+    pub fn table(&self) -> (Vec<Buffer>, Vec<u64>) {
         let planned = &self.iterations[self.last()];
         let recorded = Iteration { events: planned.events.clone() };
         let rows = lives(&[&recorded]).into_iter().zip(&planned.offsets);
-        rows.filter_map(|(life, offset)| Some(((life.ticks, life.request.bytes), (*offset)?))).unzip()
+        rows.filter_map(|(life, offset)| Some((Buffer::new(life.ticks, life.request.bytes), (*offset)?))).unzip()
     }
 
     /// Index of the iteration that repeats.
@@ -161,9 +161,9 @@ impl Script {
 }
 
 /// Lifetimes and bytes of what an iteration makes and frees.
-pub(crate) fn temporaries(iteration: &Iteration) -> Vec<(Range<u64>, u64)> {
+pub(crate) fn temporaries(iteration: &Iteration) -> Vec<Buffer> {
     let lives = lives(&[iteration]).into_iter().filter(|life| life.planned);
-    lives.map(|life| (life.ticks, life.request.bytes)).collect()
+    lives.map(|life| Buffer::new(life.ticks, life.request.bytes)).collect()
 }
 
 /// Reads the lifetime of every request, in the order of requests. A tick is an event.
