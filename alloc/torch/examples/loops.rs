@@ -1,4 +1,4 @@
-//! What PyTorch and gapless reserve for eight training loops that a real PyTorch runs over a simulated driver.
+//! The memory that PyTorch and gapless reserve for eight training loops that a real PyTorch runs over a simulated driver.
 //!
 //! ```sh
 //! cargo run --release -p gapless-torch --example loops -- FOLDER [--python PYTHON] [--size small|full] [--iterations N]

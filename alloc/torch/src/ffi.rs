@@ -1,7 +1,7 @@
 //! The C interface: what `torch.cuda.memory.CUDAPluggableAllocator` calls, and what the Python package calls.
 //!
-//! No panic leaves a function: a request then gets a null pointer, and everything else does nothing. The text of the
-//! error is that of [`gapless_torch_error`].
+//! A panic never leaves a function. After one, a request gets a null pointer, and every other function returns without an
+//! effect. [`gapless_torch_error`] returns the text of the error.
 
 use std::cell::RefCell;
 use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};

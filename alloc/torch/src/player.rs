@@ -14,7 +14,7 @@ use crate::pages::Stream;
 use crate::recording::Event;
 use crate::script::{Planned, Script};
 
-/// How far from its turn a request is looked for when play is loose.
+/// The number of requests before and after the next one among which a request is looked for when play is loose.
 const WINDOW: usize = 256;
 
 /// A script at an address, and the position in it.

@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 
-/// What an allocator has done so far. Sizes are in bytes.
+/// Figures of an allocator's work so far. Sizes are in bytes.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub struct Report {
     /// The device's index.

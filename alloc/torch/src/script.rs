@@ -32,7 +32,7 @@ pub struct Script {
 /// A planned iteration.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Planned {
-    /// What the iteration requests and frees.
+    /// The iteration's events in order.
     pub events: Vec<Event>,
     /// The offset of each request; `None` if the request is served without a plan.
     pub offsets: Vec<Option<u64>>,
