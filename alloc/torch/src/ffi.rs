@@ -32,7 +32,7 @@ thread_local! {
 }
 
 /// A C++ function that throws a text as an exception: function, file, line, text. `c10::detail::torchCheckFail` is one.
-type Raise = unsafe extern "C-unwind" fn(*const c_char, *const c_char, c_uint, *const c_char);
+pub type Raise = unsafe extern "C-unwind" fn(*const c_char, *const c_char, c_uint, *const c_char);
 
 fn lock(device: usize) -> MutexGuard<'static, Option<Device>> {
     DEVICES[device].lock().unwrap_or_else(PoisonError::into_inner)
