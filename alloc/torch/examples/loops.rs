@@ -45,9 +45,9 @@ struct Run {
 fn main() -> Result<(), Failure> {
     let mut arguments = std::env::args().skip(1);
     let folder = arguments.next().ok_or("the folder with loops.py is missing")?;
-    // This file is target/release/examples/loops, and the library target/release/libgapless_torch.so.
-    let examples = std::env::current_exe()?;
-    let library = examples.ancestors().nth(2).ok_or("no target folder")?.join("libgapless_torch.so");
+    // This file is target/release/examples/loops. Cargo builds the library of an example into target/release/deps.
+    let example = std::env::current_exe()?;
+    let library = example.ancestors().nth(2).ok_or("no target folder")?.join("deps/libgapless_torch.so");
     let scratch = std::env::temp_dir().join(format!("gapless-torch-loops-{}", std::process::id()));
     let (python, size, iterations) = ("python3".into(), "full".into(), "6".into());
     let mut bench = Bench { folder: folder.into(), python, size, iterations, library, scratch };
