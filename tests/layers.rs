@@ -7,10 +7,11 @@ use std::process::Command;
 use serde_json::Value;
 
 /// All crates, from the lowest to the highest. `gapless-testing` is only used in tests.
-const CRATES: [&str; 17] = [
+const CRATES: [&str; 18] = [
     "gapless-testing",
     "gapless-alloc",
     "gapless-allocators",
+    "gapless-torch",
     "gapless-parallel",
     "gapless-communicator",
     "gapless-mpi",

@@ -13,7 +13,7 @@ use toml::{Table, Value};
 use crate::folders::{byte_tokenizer, copy};
 
 /// Commands that do not run here: a beginning of the command, and the reason.
-const LEFT_OUT: [(&str, &str); 13] = [
+const LEFT_OUT: [(&str, &str); 14] = [
     ("cargo run --release --example", "builds and trains an example in release mode"),
     ("cargo test", "runs these tests"),
     ("cargo bench", "measures times"),
@@ -25,6 +25,7 @@ const LEFT_OUT: [(&str, &str); 13] = [
     ("benches/gpu/", "needs a GPU"),
     ("python3 ", "needs PyTorch"),
     ("hf ", "needs the network"),
+    ("pip install", "builds a Python package"),
     ("gapless report runs/run --watch", "serves until Ctrl-C; tests/commands/report.rs starts a server"),
     ("gapless train run.toml --set data.path=Cargo.lock", "reads the sources of all dependencies"),
 ];

@@ -1,0 +1,509 @@
+//! The allocator of one device: it records iterations, plans them when they repeat, and plays the plan.
+//!
+//! ```text
+//! record ──two equal iterations──▶ plan (a thread) ──next iteration──▶ play ──two equal, other iterations──▶ plan
+//! ```
+
+use std::collections::HashMap;
+use std::hash::{BuildHasherDefault, Hasher};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::Instant;
+
+use gapless_alloc::Buffer;
+
+use crate::checker::Checker;
+use crate::heap::Heap;
+use crate::pages::{self, Pages, PagesError, Stream, StreamHandle};
+use crate::player::Player;
+use crate::recording::{Event, Iteration, Key};
+use crate::report::Report;
+use crate::saved;
+use crate::script::{self, ALIGNMENT, NoPlan, Script};
+
+/// Options of a device's allocator.
+#[derive(Debug, Clone, Default)]
+pub struct Options {
+    /// Checks every request and free against all living requests.
+    pub check: bool,
+    /// Plans before the next iteration begins, instead of beside it.
+    pub wait_for_plan: bool,
+    /// The file of a saved plan. It is played from the first request on if it exists, and written when a plan is made.
+    pub saved_plan: Option<PathBuf>,
+}
+
+/// A request that could not be served.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "gapless: out of memory on CUDA device {device}: {requested} bytes were requested; {alive} bytes are alive, \
+     {reserved} are mapped, of which {idle} are idle and {planned} are planned; {free} of the device's {total} bytes are \
+     free ({cause}). Lower the micro-batch, or recompute activations"
+)]
+#[allow(missing_docs, reason = "the message names the fields")]
+pub struct OutOfMemory {
+    pub device: usize,
+    pub requested: u64,
+    pub alive: u64,
+    pub reserved: u64,
+    pub idle: u64,
+    pub planned: u64,
+    pub free: u64,
+    pub total: u64,
+    pub cause: PagesError,
+}
+
+/// The number of iterations from the start that a saved plan may have.
+const MOST_SAVED: usize = 16;
+
+/// A living request.
+#[derive(Debug)]
+struct Block {
+    bytes: u64,
+    stream: Stream,
+    iteration: u64,
+    index: u32,
+    /// The request of the script that has this place.
+    planned: Option<(usize, usize)>,
+    /// Other streams that use the memory.
+    uses: Vec<Stream>,
+}
+
+/// Memory that was freed while another stream may still use it.
+struct Limbo {
+    address: u64,
+    bytes: u64,
+    stream: Stream,
+    events: Vec<pages::Event>,
+}
+
+/// A plan that a thread makes.
+struct Planning {
+    thread: JoinHandle<Result<Script, NoPlan>>,
+    start: Instant,
+}
+
+/// The allocator of one device.
+pub struct Device {
+    heap: Heap,
+    options: Options,
+    living: HashMap<u64, Block, BuildHasherDefault<AddressHasher>>,
+    limbo: Vec<Limbo>,
+    player: Option<Player>,
+    planning: Option<Planning>,
+    /// This iteration so far.
+    recording: Iteration,
+    requests: u32,
+    previous: Arc<Iteration>,
+    /// All iterations from the start, while a plan for the next run can begin with them.
+    history: Vec<Arc<Iteration>>,
+    checker: Option<Checker>,
+    report: Report,
+}
+
+impl Device {
+    /// Creates the allocator of a device. Plays the saved plan, if there is one that can be read and fits the device.
+    ///
+    /// # Errors
+    /// Returns the driver's error if addresses cannot be reserved.
+    pub fn new(index: usize, pages: Box<dyn Pages>, options: Options) -> Result<Self, PagesError> {
+        let mut device = Self {
+            heap: Heap::new(pages)?,
+            living: HashMap::default(),
+            limbo: Vec::new(),
+            player: None,
+            planning: None,
+            recording: Iteration::default(),
+            requests: 0,
+            previous: Arc::default(),
+            history: Vec::new(),
+            checker: options.check.then(Checker::default),
+            report: Report { device: index, ..Report::default() },
+            options,
+        };
+        if let Some(path) = device.options.saved_plan.as_ref().filter(|path| path.exists()) {
+            match saved::read(path) {
+                Ok(script) => device.play(script),
+                Err(error) => device.report.remark = Some(error.to_string()),
+            }
+        }
+        Ok(device)
+    }
+
+    /// Serves a request of any size, and returns its address, a multiple of 512.
+    ///
+    /// # Errors
+    /// Returns [`OutOfMemory`] after everything was tried: the work of other streams was waited for, idle pages were
+    /// moved, and a plan was given up.
+    pub fn allocate(&mut self, bytes: u64, stream: StreamHandle) -> Result<u64, OutOfMemory> {
+        let stream = self.heap.stream(stream);
+        let bytes = bytes.max(1).checked_next_multiple_of(ALIGNMENT).unwrap_or(u64::MAX - (ALIGNMENT - 1));
+        if !self.limbo.is_empty() {
+            self.release_limbo(false);
+        }
+        let (address, planned) = match self.planned(bytes, stream) {
+            Some((address, request)) => (address, Some(request)),
+            None => (self.online(bytes, stream).map_err(|cause| self.out_of_memory(bytes, cause))?, None),
+        };
+        self.recording.events.push(Event::Allocate { bytes, stream });
+        let index = self.requests;
+        self.requests += 1;
+        let block = Block { bytes, stream, iteration: self.report.iterations, index, planned, uses: Vec::new() };
+        self.report.requests += 1;
+        self.report.alive += bytes;
+        self.report.most_requested = self.report.most_requested.max(self.report.alive);
+        match planned {
+            Some(_) => self.report.planned_requests += 1,
+            None => self.report.online += bytes,
+        }
+        self.living.insert(address, block);
+        if let Some(checker) = &mut self.checker {
+            checker.allocated(address, bytes).expect("living requests share no byte");
+        }
+        Ok(address)
+    }
+
+    /// Frees a request. Returns false if nothing lives at the address.
+    pub fn free(&mut self, address: u64) -> bool {
+        let Some(key) = self.living.get(&address).map(|block| self.key(block)) else { return false };
+        let event = Event::Free(key);
+        self.recording.events.push(event);
+        let exact = self.follow(event);
+        let Some(Block { bytes, stream, planned, uses, .. }) = self.living.remove(&address) else { return false };
+        if let Some(checker) = &mut self.checker {
+            checker.freed(address, bytes).expect("a free has its request's size");
+        }
+        self.report.alive -= bytes;
+        if planned.is_none() {
+            self.report.online -= bytes;
+        }
+        if !uses.is_empty() {
+            // A planned request with other streams has ended exact play when the first of them was noted.
+            let events = uses.iter().map(|&stream| self.heap.record(stream)).collect();
+            self.limbo.push(Limbo { address, bytes, stream, events });
+        } else if !(exact && planned.is_some()) {
+            self.heap.give(address, bytes, stream);
+        }
+        true
+    }
+
+    /// Notes that another stream uses a request's memory, so that a free waits for its work.
+    pub fn record_use(&mut self, address: u64, stream: StreamHandle) {
+        let stream = self.heap.stream(stream);
+        let iteration = self.report.iterations;
+        let Some(block) = self.living.get_mut(&address).filter(|block| block.stream != stream) else { return };
+        if !block.uses.contains(&stream) {
+            block.uses.push(stream);
+            let key = Key { age: (iteration - block.iteration) as u32, index: block.index };
+            let event = Event::Use { key, stream };
+            self.recording.events.push(event);
+            self.follow(event);
+        }
+    }
+
+    /// Ends an iteration: plans it if it repeats the one before and no plan has it, and takes up a plan that is ready.
+    pub fn step(&mut self) {
+        self.report.iterations += 1;
+        self.requests = 0;
+        let capacity = self.recording.events.len();
+        let recorded = std::mem::replace(&mut self.recording, Iteration { events: Vec::with_capacity(capacity) });
+        let complete = self.player.as_ref().is_none_or(|player| !player.exact || player.is_complete());
+        if !complete {
+            self.deviate();
+        }
+        let exact = self.player.as_ref().is_some_and(|player| player.exact);
+        self.report.exact_iterations += u64::from(exact);
+        self.return_to_plan();
+        match exact {
+            true => self.previous = Arc::default(),
+            false => self.plan_if_it_repeats(recorded),
+        }
+        let ready = self.options.wait_for_plan || self.planning.as_ref().is_some_and(|p| p.thread.is_finished());
+        if ready && let Some(planning) = self.planning.take() {
+            self.take_up(planning);
+        }
+    }
+
+    /// Returns idle pages to the device. The plan's pages stay.
+    pub fn empty_cache(&mut self) {
+        self.release_limbo(false);
+        self.heap.trim();
+    }
+
+    /// The figures so far.
+    pub fn report(&self) -> Report {
+        let script = self.player.as_ref().map(|player| &player.script);
+        Report {
+            reserved: self.heap.mapped(),
+            most_reserved: self.heap.most_mapped(),
+            device_calls: self.heap.device_calls(),
+            planned: script.map_or(0, |script| script.height),
+            lower_bound: script.map_or(0, |script| script.lower_bound),
+            ..self.report.clone()
+        }
+    }
+
+    /// Lifetimes and bytes of the requests that an iteration makes and frees: of the iteration that the script repeats,
+    /// with the planned offsets, or else of the last recorded one.
+    pub fn table(&self) -> (Vec<Buffer>, Option<Vec<u64>>) {
+        match &self.player {
+            Some(player) => {
+                let (rows, offsets) = player.script.table();
+                (rows, Some(offsets))
+            }
+            None => (script::temporaries(&self.previous), None),
+        }
+    }
+
+    /// The request as the recording names it.
+    fn key(&self, block: &Block) -> Key {
+        Key { age: (self.report.iterations - block.iteration) as u32, index: block.index }
+    }
+
+    /// The planned address of a request, if the plan has one that is idle.
+    fn planned(&mut self, bytes: u64, stream: Stream) -> Option<(u64, (usize, usize))> {
+        let player = self.player.as_mut()?;
+        if player.exact {
+            let index = player.position();
+            if player.expects(Event::Allocate { bytes, stream }) {
+                let iteration = player.iteration();
+                return player.next().map(|address| (address, (iteration, index)));
+            }
+            self.deviate();
+        }
+        let player = self.player.as_mut()?;
+        let heap = &mut self.heap;
+        let found = player.candidates(bytes, stream).find(|&(_, address)| heap.take_at(address, bytes, stream));
+        let Some((index, address)) = found else {
+            self.report.deviations += 1;
+            return None;
+        };
+        player.play(index);
+        Some((address, (player.iteration(), index)))
+    }
+
+    /// Serves a request without a plan.
+    fn online(&mut self, bytes: u64, stream: Stream) -> Result<u64, PagesError> {
+        if let Some(address) = self.heap.take(bytes, stream) {
+            return Ok(address);
+        }
+        if let Some(address) = self.heap.take_from_others(bytes, stream, false) {
+            return Ok(address);
+        }
+        let error = match self.heap.grow(bytes, stream) {
+            Ok(address) => return Ok(address),
+            Err(error) => error,
+        };
+        // The device is full. First the work of other streams is waited for, then the plan's idle bytes are used.
+        self.release_limbo(true);
+        if let Some(address) = self.heap.take_from_others(bytes, stream, true) {
+            return Ok(address);
+        }
+        if self.player.as_ref().is_some_and(|player| player.exact) {
+            self.deviate();
+            if let Some(address) = self.heap.take(bytes, stream) {
+                return Ok(address);
+            }
+        }
+        self.heap.grow(bytes, stream).map_err(|_| error)
+    }
+
+    /// Plays an event that is not a request. Returns true if it is the script's next.
+    fn follow(&mut self, event: Event) -> bool {
+        let Some(player) = self.player.as_mut().filter(|player| player.exact) else { return false };
+        if player.expects(event) {
+            return true;
+        }
+        self.deviate();
+        false
+    }
+
+    /// Ends exact play: the region's idle bytes become the heap's.
+    fn deviate(&mut self) {
+        let Some(player) = self.player.as_mut().filter(|player| player.exact) else { return };
+        player.loosen();
+        self.report.deviations += 1;
+        for (start, bytes, stream) in self.gaps() {
+            self.heap.give(start, bytes, stream);
+        }
+    }
+
+    /// The ranges of the region in which nothing lives, each with the stream of its part.
+    fn gaps(&self) -> Vec<(u64, u64, Stream)> {
+        let Some(player) = &self.player else { return Vec::new() };
+        let mut used: Vec<(u64, u64)> = (self.living.iter())
+            .filter(|&(&address, _)| player.holds(address))
+            .map(|(&address, block)| (address, address + block.bytes))
+            .collect();
+        used.sort_unstable();
+        let mut gaps = Vec::new();
+        for (stream, start, end) in player.parts() {
+            let mut floor = start;
+            for &(first, last) in used.iter().filter(|&&(first, _)| (start..end).contains(&first)) {
+                gaps.push((floor, first - floor, stream));
+                floor = last;
+            }
+            gaps.push((floor, end - floor, stream));
+        }
+        gaps.retain(|&(_, bytes, _)| bytes > 0);
+        gaps
+    }
+
+    /// Begins the script's next iteration. Play is exact again if everything in the region lies where the script has it.
+    fn return_to_plan(&mut self) {
+        let Some(player) = &self.player else { return };
+        if !player.exact {
+            let stays = |block: &Block| {
+                block.uses.is_empty()
+                    && block.planned.is_some_and(|(iteration, index)| player.outlives(iteration, index))
+            };
+            let clean = self.living.iter().all(|(&address, block)| !player.holds(address) || stays(block))
+                && !self.limbo.iter().any(|limbo| player.holds(limbo.address));
+            if clean && self.claim_region() {
+                self.player.as_mut().expect("a script is played").exact = true;
+                // What the deviations needed beside the plan is given back.
+                self.heap.trim();
+            }
+        }
+        self.player.as_mut().expect("a script is played").advance();
+    }
+
+    /// Withholds the region's idle bytes from the heap. Takes nothing if it returns false.
+    fn claim_region(&mut self) -> bool {
+        let Some((base, height)) = self.player.as_ref().map(|player| (player.base, player.script.height)) else {
+            return false;
+        };
+        if self.heap.refill(base, base + height).is_err() {
+            return false;
+        }
+        let mut claimed = Vec::new();
+        for (start, bytes, stream) in self.gaps() {
+            if !self.heap.claim_at(start, bytes, stream) {
+                for (start, bytes, stream) in claimed {
+                    self.heap.give(start, bytes, stream);
+                }
+                return false;
+            }
+            claimed.push((start, bytes, stream));
+        }
+        true
+    }
+
+    /// Starts a plan if the iteration is equal to the one before it and the script that is played does not end with it.
+    fn plan_if_it_repeats(&mut self, recorded: Iteration) {
+        let repeats = recorded == *self.previous && !recorded.events.is_empty();
+        self.previous = Arc::new(recorded);
+        if self.options.saved_plan.is_some() && self.history.len() as u64 + 1 == self.report.iterations {
+            if self.history.len() < MOST_SAVED {
+                self.history.push(self.previous.clone());
+            } else {
+                self.history = Vec::new();
+            }
+        }
+        let is_played = (self.player.as_ref())
+            .is_some_and(|player| player.script.iterations[player.script.last()].events == self.previous.events);
+        if !repeats || is_played || self.planning.is_some() {
+            return;
+        }
+        let iteration = self.previous.clone();
+        let thread = std::thread::spawn(move || Script::plan(&[&iteration]));
+        self.planning = Some(Planning { thread, start: Instant::now() });
+        if let Some(path) = self.options.saved_plan.clone()
+            && self.history.len() as u64 == self.report.iterations
+        {
+            // The last iteration is equal to the one before, so the saved plan need not have it.
+            let mut history = std::mem::take(&mut self.history);
+            history.pop();
+            let save = move || {
+                let iterations: Vec<&Iteration> = history.iter().map(|iteration| &**iteration).collect();
+                Script::plan(&iterations).map(|script| saved::write(&path, &script))
+            };
+            let thread = std::thread::spawn(save);
+            if self.options.wait_for_plan
+                && let Ok(Ok(Err(error))) = thread.join()
+            {
+                self.report.remark = Some(error.to_string());
+            }
+        }
+    }
+
+    /// Plays a plan that a thread has made.
+    fn take_up(&mut self, planning: Planning) {
+        let planned = planning.thread.join();
+        self.report.planning_ms = planning.start.elapsed().as_millis() as u64;
+        match planned {
+            Ok(Ok(script)) => self.play(script),
+            Ok(Err(error)) => self.report.remark = Some(error.to_string()),
+            Err(_) => self.report.remark = Some("the planner's thread panicked".into()),
+        }
+    }
+
+    /// Maps a region for a script, plays it from now on, and returns idle pages to the device.
+    fn play(&mut self, script: Script) {
+        self.deviate();
+        for block in self.living.values_mut() {
+            if block.planned.take().is_some() {
+                self.report.online += block.bytes;
+            }
+        }
+        self.player = None;
+        if script.height == 0 {
+            return;
+        }
+        match self.heap.map_region(script.height, script.streams[0].0) {
+            Ok(base) => {
+                for (stream, _) in &script.streams {
+                    self.heap.expect_stream(*stream);
+                }
+                self.player = Some(Player::new(Arc::new(script), base));
+                self.report.plans += 1;
+                self.heap.trim();
+            }
+            Err(error) => self.report.remark = Some(format!("the plan has no memory: {error}")),
+        }
+    }
+
+    /// Makes memory idle whose other streams are done; with `wait`, waits for them.
+    fn release_limbo(&mut self, wait: bool) {
+        let heap = &mut self.heap;
+        self.limbo.retain_mut(|limbo| {
+            limbo.events.retain(|&event| {
+                if wait {
+                    heap.pages.wait(event);
+                }
+                !wait && !heap.pages.is_done(event)
+            });
+            if limbo.events.is_empty() {
+                heap.give(limbo.address, limbo.bytes, limbo.stream);
+            }
+            !limbo.events.is_empty()
+        });
+    }
+
+    fn out_of_memory(&self, requested: u64, cause: PagesError) -> OutOfMemory {
+        let (free, total) = self.heap.pages.memory();
+        let Report { device, alive, reserved, planned, .. } = self.report();
+        OutOfMemory { device, requested, alive, reserved, idle: self.heap.idle(), planned, free, total, cause }
+    }
+}
+
+/// A hash of addresses, which differ in their middle bits.
+#[derive(Default)]
+struct AddressHasher(u64);
+
+impl Hasher for AddressHasher {
+    fn finish(&self) -> u64 {
+        self.0
+    }
+
+    fn write(&mut self, bytes: &[u8]) {
+        for &byte in bytes {
+            self.write_u64(u64::from(byte) ^ self.0);
+        }
+    }
+
+    fn write_u64(&mut self, address: u64) {
+        let product = (address >> 9).wrapping_mul(0x9E37_79B9_7F4A_7C15);
+        self.0 = product ^ (product >> 32);
+    }
+}

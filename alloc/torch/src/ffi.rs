@@ -1,0 +1,251 @@
+//! The C interface: what `torch.cuda.memory.CUDAPluggableAllocator` calls, and what the Python package calls.
+//!
+//! A panic never leaves a function. After one, a request gets a null pointer, and every other function returns without an
+//! effect. [`gapless_torch_error`] returns the text of the error.
+
+use std::cell::RefCell;
+use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicPtr, AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use gapless_alloc::{Problem, csv};
+
+use crate::device::{Device, Options};
+use crate::driver::CudaPages;
+use crate::pages::{CountedPages, Pages, PagesError};
+
+/// Devices that a process can use.
+const MOST_DEVICES: usize = 64;
+
+static DEVICES: [Mutex<Option<Device>>; MOST_DEVICES] = [const { Mutex::new(None) }; MOST_DEVICES];
+
+/// The function that [`gapless_torch_raise_with`] set, or null.
+static RAISE: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
+
+/// Bytes of each device's memory in a rehearsal; 0 outside of one.
+static REHEARSED: AtomicU64 = AtomicU64::new(0);
+
+thread_local! {
+    static ERROR: RefCell<CString> = RefCell::default();
+}
+
+/// A C++ function that throws a text as an exception: function, file, line, text. `c10::detail::torchCheckFail` is one.
+pub type Raise = unsafe extern "C-unwind" fn(*const c_char, *const c_char, c_uint, *const c_char);
+
+fn lock(device: usize) -> MutexGuard<'static, Option<Device>> {
+    DEVICES[device].lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn remember(text: String) {
+    let text = CString::new(text.replace('\0', " ")).unwrap_or_default();
+    ERROR.with(|error| *error.borrow_mut() = text);
+}
+
+/// Runs `body`; a panic becomes the text of an error.
+fn guarded<T>(body: impl FnOnce() -> T) -> Option<T> {
+    catch_unwind(AssertUnwindSafe(body)).map_err(|_| remember("gapless: a bug: the allocator panicked".into())).ok()
+}
+
+/// Reads the options from the environment: `GAPLESS_TORCH_CHECK`, `GAPLESS_TORCH_WAIT` and `GAPLESS_TORCH_PLAN`, the
+/// saved plan's file without the device's number.
+fn options(device: usize) -> Options {
+    let set = |name| std::env::var_os(name).is_some_and(|value| !value.is_empty() && value != "0");
+    let plan = std::env::var_os("GAPLESS_TORCH_PLAN").filter(|path| !path.is_empty());
+    Options {
+        check: set("GAPLESS_TORCH_CHECK"),
+        wait_for_plan: set("GAPLESS_TORCH_WAIT"),
+        saved_plan: plan.map(|mut path| {
+            path.push(format!(".{device}"));
+            PathBuf::from(path)
+        }),
+    }
+}
+
+fn allocate(bytes: u64, device: usize, stream: u64) -> Result<u64, String> {
+    let mut slot = lock(device);
+    let allocator = match &mut *slot {
+        Some(allocator) => allocator,
+        None => {
+            let failed = |error: PagesError| format!("gapless: CUDA device {device}: {error}");
+            let mut options = options(device);
+            let pages: Box<dyn Pages> = match REHEARSED.load(Ordering::Acquire) {
+                0 => Box::new(CudaPages::new(device as c_int).map_err(failed)?),
+                bytes => {
+                    options.check = true;
+                    options.wait_for_plan = true;
+                    Box::new(CountedPages::new(bytes))
+                }
+            };
+            slot.insert(Device::new(device, pages, options).map_err(failed)?)
+        }
+    };
+    allocator.allocate(bytes, stream).map_err(|error| error.to_string())
+}
+
+/// Serves a request of PyTorch. If there is no memory, it throws the exception of the function that
+/// [`gapless_torch_raise_with`] set; without one, it returns null.
+#[unsafe(no_mangle)]
+pub extern "C-unwind" fn gapless_torch_alloc(bytes: isize, device: c_int, stream: *mut c_void) -> *mut c_void {
+    let served = guarded(|| {
+        let known = usize::try_from(device).ok().filter(|&device| device < MOST_DEVICES);
+        let device = known.ok_or_else(|| format!("gapless: there is no CUDA device {device}"))?;
+        let bytes = u64::try_from(bytes).map_err(|_| format!("gapless: {bytes} bytes were requested"))?;
+        allocate(bytes, device, stream as u64)
+    });
+    match served {
+        Some(Ok(address)) => return address as *mut c_void,
+        Some(Err(text)) => remember(text),
+        None => {}
+    }
+    let raise = RAISE.load(Ordering::Acquire);
+    if !raise.is_null() {
+        // SAFETY: the caller of `gapless_torch_raise_with` promised a function of this type. The texts outlive the call:
+        // literals, and the thread's own text, which nobody borrows. No frame here has anything to drop.
+        unsafe {
+            let raise: Raise = std::mem::transmute(raise);
+            raise(c"gapless_torch_alloc".as_ptr(), c"gapless".as_ptr(), 0, gapless_torch_error());
+        }
+    }
+    std::ptr::null_mut()
+}
+
+/// Makes devices that are used from now on count bytes instead of mapping memory, so that requests can be rehearsed
+/// without a GPU. Each has a memory of so many bytes. Every request is checked, and plans are waited for.
+#[unsafe(no_mangle)]
+pub extern "C" fn gapless_torch_rehearse(bytes: u64) {
+    REHEARSED.store(bytes, Ordering::Release);
+}
+
+/// Frees what [`gapless_torch_alloc`] returned. Other pointers are ignored.
+#[unsafe(no_mangle)]
+pub extern "C" fn gapless_torch_free(pointer: *mut c_void, _bytes: usize, device: c_int, _stream: *mut c_void) {
+    guarded(|| {
+        if let Some(device) = usize::try_from(device).ok().filter(|&device| device < MOST_DEVICES)
+            && let Some(allocator) = &mut *lock(device)
+        {
+            allocator.free(pointer as u64);
+        }
+    });
+}
+
+/// Notes that a stream uses a tensor's memory (`record_stream`).
+#[unsafe(no_mangle)]
+pub extern "C" fn gapless_torch_record_stream(pointer: *mut c_void, stream: *mut c_void) {
+    each(|allocator| allocator.record_use(pointer as u64, stream as u64));
+}
+
+/// Returns idle pages to the device (`torch.cuda.empty_cache`).
+#[unsafe(no_mangle)]
+pub extern "C" fn gapless_torch_empty_cache() {
+    each(Device::empty_cache);
+}
+
+/// Ends an iteration on all devices. Writes the report to the file that `GAPLESS_TORCH_REPORT` names, if any.
+#[unsafe(no_mangle)]
+pub extern "C" fn gapless_torch_step() {
+    each(Device::step);
+    if let Some(path) = std::env::var_os("GAPLESS_TORCH_REPORT").filter(|path| !path.is_empty()) {
+        guarded(|| std::fs::write(path, report()));
+    }
+}
+
+/// Runs `body` for every device in use.
+fn each(mut body: impl FnMut(&mut Device)) {
+    guarded(|| {
+        for device in 0..MOST_DEVICES {
+            if let Some(allocator) = &mut *lock(device) {
+                body(allocator);
+            }
+        }
+    });
+}
+
+/// The reports of all devices in use, as JSON.
+fn report() -> String {
+    let mut reports = Vec::new();
+    each(|allocator| reports.push(allocator.report()));
+    serde_json::to_string(&reports).unwrap_or_default()
+}
+
+/// Writes the reports of all devices in use as JSON, with a zero at the end. Returns the text's bytes without the zero.
+/// Writes nothing if there are fewer than one more than that at `text`.
+///
+/// # Safety
+/// `capacity` bytes at `text` must be writable.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn gapless_torch_report(text: *mut c_char, capacity: usize) -> usize {
+    let report = guarded(report).unwrap_or_default();
+    if report.len() < capacity && !text.is_null() {
+        // SAFETY: the caller promised `capacity` writable bytes, and the text with its zero has at most as many.
+        unsafe {
+            std::ptr::copy_nonoverlapping(report.as_ptr().cast(), text, report.len());
+            text.add(report.len()).write(0);
+        }
+    }
+    report.len()
+}
+
+/// Writes the iteration that a device plays, or else the last that it recorded, as a table that `gapless plan` and
+/// `gapless compare` read. Returns 0, or 1 with a text in [`gapless_torch_error`].
+///
+/// # Safety
+/// `path` must be a text that ends with a zero.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn gapless_torch_write_table(device: c_int, path: *const c_char) -> c_int {
+    // SAFETY: the caller promised a text that ends with a zero.
+    let path = unsafe { CStr::from_ptr(path) };
+    let written = guarded(|| {
+        let known = usize::try_from(device).ok().filter(|&device| device < MOST_DEVICES);
+        let slot = known.map(lock);
+        let allocator = slot.as_ref().and_then(|slot| slot.as_ref());
+        let allocator = allocator.ok_or_else(|| format!("CUDA device {device} is not in use"))?;
+        let (rows, offsets) = allocator.table();
+        let ids = (0..rows.len()).map(|id| id.to_string()).collect();
+        let problem = Problem::new(rows).map_err(|error| error.to_string())?;
+        let file = std::fs::File::create(path.to_string_lossy().as_ref()).map_err(|error| error.to_string())?;
+        let table = csv::Table::new(ids, problem);
+        table.write(std::io::BufWriter::new(file), offsets.as_deref()).map_err(|error| error.to_string())
+    });
+    match written {
+        Some(Ok(())) => return 0,
+        Some(Err(text)) => remember(format!("gapless: {text}")),
+        None => {}
+    }
+    1
+}
+
+/// The text of this thread's last error. It is valid until the thread's next error.
+#[unsafe(no_mangle)]
+pub extern "C" fn gapless_torch_error() -> *const c_char {
+    ERROR.with(|error| error.try_borrow().map_or(c"".as_ptr(), |text| text.as_ptr()))
+}
+
+/// Sets the function that throws an error of [`gapless_torch_alloc`] as a C++ exception; null for none.
+///
+/// # Safety
+/// `raise` must be null or a function of the type [`Raise`].
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn gapless_torch_raise_with(raise: *mut c_void) {
+    RAISE.store(raise, Ordering::Release);
+}
+
+/// Refuses a private pool, as CUDA graphs and `torch.cuda.MemPool` begin one: throws, or does nothing without a function
+/// that throws.
+#[unsafe(no_mangle)]
+pub extern "C-unwind" fn gapless_torch_refuse_pool() {
+    remember(
+        "gapless: private pools (CUDA graphs, torch.cuda.MemPool) are not supported: a graph replays addresses at times \
+         that the plan does not know. Leave the graph out, or PyTorch's own allocator in"
+            .into(),
+    );
+    let raise = RAISE.load(Ordering::Acquire);
+    if !raise.is_null() {
+        // SAFETY: as in `gapless_torch_alloc`.
+        unsafe {
+            let raise: Raise = std::mem::transmute(raise);
+            raise(c"gapless_torch_refuse_pool".as_ptr(), c"gapless".as_ptr(), 0, gapless_torch_error());
+        }
+    }
+}

@@ -1,0 +1,212 @@
+//! A plan for iterations: where each request lies, relative to the start of a region.
+//!
+//! - In: recorded iterations, the last of which repeats.
+//! - Out: a checked [`Script`], or the reason why there is none.
+//! - Never: an address of the device.
+
+use std::collections::{BTreeMap, HashSet};
+use std::ops::Range;
+
+use gapless_alloc::{Buffer, Options, Problem, check, plan};
+use serde::{Deserialize, Serialize};
+
+use crate::pages::Stream;
+use crate::recording::{Event, Iteration};
+
+/// The alignment of all addresses, in bytes: PyTorch's kernels rely on it.
+pub const ALIGNMENT: u64 = 512;
+
+/// Planned iterations. The last one repeats.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct Script {
+    /// The iterations in order.
+    pub iterations: Vec<Planned>,
+    /// Bytes of the region.
+    pub height: u64,
+    /// The most planned bytes that are alive at once. No plan is lower.
+    pub lower_bound: u64,
+    /// For each stream, its part of the region. Streams share no bytes, so that a plan needs no events.
+    pub streams: Vec<(Stream, Range<u64>)>,
+}
+
+/// A planned iteration.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct Planned {
+    /// The iteration's events in order.
+    pub events: Vec<Event>,
+    /// The offset of each request; `None` if the request is served without a plan.
+    pub offsets: Vec<Option<u64>>,
+    /// Each request.
+    pub requests: Vec<Request>,
+}
+
+/// A planned request.
+#[derive(Debug, Clone, Copy, Serialize, Deserialize)]
+pub struct Request {
+    /// Bytes, rounded up to 512.
+    pub bytes: u64,
+    /// The stream that uses the memory first.
+    pub stream: Stream,
+    /// Number of iterations that begin before the request is freed; `u32::MAX` if it is not freed.
+    pub outlives: u32,
+}
+
+/// The reason why iterations have no plan.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum NoPlan {
+    /// The table of requests is not a problem that the planner takes.
+    #[error("the requests cannot be planned: {0}")]
+    Problem(String),
+    /// A plan failed the check.
+    #[error("the plan failed its check: {0}")]
+    Check(String),
+}
+
+/// A request while its lifetime is read.
+struct Life {
+    iteration: usize,
+    index: usize,
+    request: Request,
+    ticks: Range<u64>,
+    planned: bool,
+}
+
+impl Script {
+    /// Plans iterations, the last of which repeats. A request is served without a plan if the last iteration makes it
+    /// and does not free it, or if several streams use it.
+    ///
+    /// # Errors
+    /// Returns the planner's error, or the first violation that the check finds.
+    pub fn plan(iterations: &[&Iteration]) -> Result<Self, NoPlan> {
+        let lives = lives(iterations);
+        let mut by_stream: BTreeMap<Stream, Vec<usize>> = BTreeMap::new();
+        for (id, life) in lives.iter().enumerate().filter(|(_, life)| life.planned) {
+            by_stream.entry(life.request.stream).or_default().push(id);
+        }
+        let mut offsets = vec![None; lives.len()];
+        let (mut height, mut bound, mut streams) = (0, 0, Vec::new());
+        for (stream, ids) in by_stream {
+            let buffer = |&id: &usize| Buffer::new(lives[id].ticks.clone(), lives[id].request.bytes).aligned(ALIGNMENT);
+            let problem = Problem::new(ids.iter().map(buffer).collect()).map_err(|e| NoPlan::Problem(e.to_string()))?;
+            let solution = plan(&problem, &Options { threads: Some(1), ..Options::default() });
+            check(&problem, &solution.offsets, Some(solution.height)).map_err(|v| NoPlan::Check(v[0].to_string()))?;
+            for (&id, offset) in ids.iter().zip(solution.offsets) {
+                offsets[id] = Some(height + offset);
+            }
+            let end = height + solution.height.next_multiple_of(ALIGNMENT);
+            streams.push((stream, height..end));
+            (height, bound) = (end, bound + solution.lower_bound);
+        }
+        let mut planned: Vec<Planned> = (iterations.iter())
+            .map(|i| Planned { events: i.events.clone(), offsets: Vec::new(), requests: Vec::new() })
+            .collect();
+        for (life, offset) in lives.iter().zip(offsets) {
+            planned[life.iteration].offsets.push(offset);
+            planned[life.iteration].requests.push(life.request);
+        }
+        Ok(Self { iterations: planned, height, lower_bound: bound, streams })
+    }
+
+    /// Checks a script that comes from a file: planned requests that are alive at once share no byte, and lie in the
+    /// part of their stream.
+    ///
+    /// # Errors
+    /// Returns the first violation.
+    pub fn check(&self) -> Result<(), NoPlan> {
+        let wrong = |what: &str| NoPlan::Check(what.into());
+        let recorded: Vec<Iteration> =
+            self.iterations.iter().map(|planned| Iteration { events: planned.events.clone() }).collect();
+        let lives = lives(&recorded.iter().collect::<Vec<_>>());
+        let mut ends = 0;
+        for (_, part) in &self.streams {
+            if part.start < ends || part.end < part.start || part.end > self.height {
+                return Err(wrong("the parts of streams overlap"));
+            }
+            ends = part.end;
+        }
+        for (planned, recorded) in self.iterations.iter().zip(&recorded) {
+            let requests = recorded.requests();
+            if planned.offsets.len() != requests || planned.requests.len() != requests {
+                return Err(wrong("the number of offsets is not that of requests"));
+            }
+        }
+        let mut pinned = Vec::new();
+        for life in &lives {
+            let Some(offset) = self.iterations[life.iteration].offsets[life.index] else { continue };
+            let inside = |(stream, part): &(Stream, Range<u64>)| {
+                *stream == life.request.stream
+                    && part.start <= offset
+                    && offset.checked_add(life.request.bytes).is_some_and(|end| end <= part.end)
+            };
+            if !life.planned || !self.streams.iter().any(inside) {
+                return Err(wrong("a request does not lie in the part of its stream"));
+            }
+            pinned.push(Buffer::new(life.ticks.clone(), life.request.bytes).aligned(ALIGNMENT).at(offset));
+        }
+        Problem::new(pinned).map(drop).map_err(|e| NoPlan::Check(e.to_string()))
+    }
+
+    /// Lifetimes, bytes and offsets of what the repeated iteration makes and frees.
+    pub fn table(&self) -> (Vec<Buffer>, Vec<u64>) {
+        let planned = &self.iterations[self.last()];
+        let recorded = Iteration { events: planned.events.clone() };
+        let rows = lives(&[&recorded]).into_iter().zip(&planned.offsets);
+        rows.filter_map(|(life, offset)| Some((Buffer::new(life.ticks, life.request.bytes), (*offset)?))).unzip()
+    }
+
+    /// Index of the iteration that repeats.
+    pub fn last(&self) -> usize {
+        self.iterations.len() - 1
+    }
+}
+
+/// Lifetimes and bytes of what an iteration makes and frees.
+pub(crate) fn temporaries(iteration: &Iteration) -> Vec<Buffer> {
+    let lives = lives(&[iteration]).into_iter().filter(|life| life.planned);
+    lives.map(|life| Buffer::new(life.ticks, life.request.bytes)).collect()
+}
+
+/// Reads the lifetime of every request, in the order of requests. A tick is an event.
+fn lives(iterations: &[&Iteration]) -> Vec<Life> {
+    let end: u64 = iterations.iter().map(|i| i.events.len() as u64).sum();
+    let mut lives: Vec<Life> = Vec::new();
+    let mut first = Vec::new();
+    let mut freed = HashSet::new();
+    let mut tick = 0;
+    for (iteration, recorded) in iterations.iter().enumerate() {
+        first.push(lives.len());
+        let mut index = 0;
+        for event in &recorded.events {
+            let id = |key: crate::recording::Key| {
+                let born = iteration.checked_sub(key.age as usize)?;
+                Some(first[born] + key.index as usize)
+            };
+            match *event {
+                Event::Allocate { bytes, stream } => {
+                    let request = Request { bytes, stream, outlives: u32::MAX };
+                    lives.push(Life { iteration, index, request, ticks: tick..end, planned: true });
+                    index += 1;
+                }
+                Event::Free(key) => {
+                    let id = id(key).filter(|&id| freed.insert(id));
+                    if let Some(life) = id.and_then(|id| lives.get_mut(id)) {
+                        life.ticks.end = tick;
+                        life.request.outlives = key.age;
+                    }
+                }
+                Event::Use { key, .. } => {
+                    if let Some(life) = id(key).and_then(|id| lives.get_mut(id)) {
+                        life.planned = false;
+                    }
+                }
+            }
+            tick += 1;
+        }
+    }
+    // What the last iteration leaves alive meets itself when the iteration repeats.
+    let loop_starts = first.last().copied().unwrap_or(0);
+    for (id, life) in lives.iter_mut().enumerate().skip(loop_starts) {
+        life.planned &= freed.contains(&id);
+    }
+    lives
+}
