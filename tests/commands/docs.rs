@@ -200,6 +200,7 @@ pages! {
     gpu = "docs/gpu.md",
     hugging_face = "docs/hugging_face.md",
     optimizers = "docs/optimizers.md",
+    pytorch = "docs/pytorch.md",
     recompute = "docs/recompute.md",
     runs = "docs/runs.md",
     tour = "docs/tour.md",
