@@ -1,6 +1,7 @@
 // Rotary position embedding. CPU counterpart: ops/rope.rs. The first kernel computes a table of cosines and sines, in
 // f64 because positions may be large. The second kernel rotates every pair of elements by the pair's entry of the
 // table.
+#include "rows.cuh"
 #include "strides.cuh"
 
 // Same layout as RopeFrequencies in launch/rope.rs, which documents the formula.
@@ -37,6 +38,8 @@ struct RopeArguments {
     // the corresponding one of the second half.
     u32 are_neighbours;
     u32 is_inverse;
+    // True if whole packs of both halves of a head can be moved. Then there are fewer than 2^32 elements.
+    u32 is_packed;
 };
 
 KERNEL(rope_table, RopeArguments) {
@@ -51,9 +54,36 @@ KERNEL(rope_table, RopeArguments) {
     row[half + frequency] = f32(arguments.is_inverse ? -amplitude * sin(angle) : amplitude * sin(angle));
 }
 
-// A thread rotates one pair, so y may overwrite x.
+// Rotates a pack of pairs of halves.
+template <typename T>
+__device__ __forceinline__ void rope_pack(const RopeArguments& to) {
+    constexpr u32 PACK = Pack<T>::SIZE;
+    const u32 size = u32(to.head_size), half = size / 2, packs = half / PACK, index = u32(global_thread());
+    if (index >= u32(to.pairs) / PACK) return;
+    const u32 head = index / packs, number = index % packs * PACK, token = head / u32(to.heads) % u32(to.tokens);
+    const u32 first = head * size + number;
+    const T* x = (const T*)to.x + to.at_x.at(first);
+    T* y = (T*)to.y + first;
+    const f32* row = to.table + u64(token) * size + number;
+    f32 a[PACK], b[PACK], c[PACK], s[PACK];
+    load_neighbours(a, x);
+    load_neighbours(b, x + half);
+    load_neighbours(c, row);
+    load_neighbours(s, row + half);
+#pragma unroll
+    for (u32 j = 0; j < PACK; ++j) {
+        const f32 low = a[j] * c[j] - b[j] * s[j];
+        b[j] = b[j] * c[j] + a[j] * s[j];
+        a[j] = low;
+    }
+    store_neighbours(y, a);
+    store_neighbours(y + half, b);
+}
+
+// A thread rotates one pair or one pack of pairs, so y may overwrite x.
 template <typename T>
 __device__ void rope(const RopeArguments& to) {
+    if (to.is_packed) return rope_pack<T>(to);
     const u64 half = to.head_size / 2, index = global_thread();
     if (index >= to.pairs) return;
     const u64 head = index / half, frequency = index % half, token = head / to.heads % to.tokens;

@@ -280,12 +280,13 @@ KERNEL(expert_load, CountArguments) {
     const u64 index = global_thread() / 32;
     if (index >= arguments.sequences * arguments.experts) return;
     const u32* ids = arguments.from + index / arguments.experts * arguments.length;
+    const u32 expert = u32(index % arguments.experts);
     u32 count = 0;
-    for (u64 first = 0; first < arguments.length; first += 32) {
-        const u64 i = first + lane_of();
-        count += __popc(__ballot_sync(ALL_LANES, i < arguments.length && ids[i] == index % arguments.experts));
-    }
-    if (lane_of() == 0) store_or_add(arguments.out + index, f32(count), arguments.accumulate);
+    // Several ids are loaded before the first of them is compared.
+#pragma unroll 8
+    for (u64 i = lane_of(); i < arguments.length; i += 32) count += ids[i] == expert;
+    const f32 all = fold_lanes<Sum>(f32(count), 32); // Exact: there are fewer than 2^24 ids.
+    if (lane_of() == 0) store_or_add(arguments.out + index, all, arguments.accumulate);
 }
 
 struct DocumentLoadArguments {

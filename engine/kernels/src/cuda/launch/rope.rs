@@ -1,6 +1,6 @@
 //! Launches of rope.cu.
 
-use super::{Kernel, Launch, Operands, Strides, launches, typed};
+use super::{Kernel, Launch, Operands, Strides, launches, pack, typed};
 use crate::cuda::Family::Rope;
 
 /// The angles per token by which the pairs of a head are rotated. Frequency i is f·(kept + (1 − kept)/factor). In
@@ -42,6 +42,7 @@ struct RopeArguments {
     frequencies: RopeFrequencies,
     are_neighbours: u32,
     is_inverse: u32,
+    is_packed: u32,
 }
 
 /// Rotates x [batch, tokens, heads, head size]. The workspace holds an f32 table [tokens, head size]. A second input,
@@ -60,6 +61,12 @@ pub fn rope(
     // The number of rows of the table.
     let tokens = if positions.is_empty() { tokens } else { batch * tokens };
     let (tokens, heads, head_size, pairs) = (tokens as u64, heads as u64, head_size as u64, x.count() / 2);
+    let (at_x, pack) = (Strides::of(x)?, pack(x.dtype));
+    let is_packed = !are_neighbours
+        && head_size.is_multiple_of(2 * pack)
+        && [x.address, y.address, table].iter().all(|address| address.is_multiple_of(16))
+        && u32::try_from(x.count()).is_ok()
+        && Strides::in_packs([at_x], pack).is_some();
     let arguments = RopeArguments {
         x: x.address,
         y: y.address,
@@ -69,13 +76,14 @@ pub fn rope(
         heads,
         head_size,
         pairs,
-        at_x: Strides::of(x)?,
+        at_x,
         frequencies,
         are_neighbours: u32::from(are_neighbours),
         is_inverse: u32::from(is_inverse),
+        is_packed: u32::from(is_packed),
     };
     launches([
         Kernel::flat(Rope, "rope_table".into(), tokens * head_size / 2, arguments),
-        Kernel::flat(Rope, typed("rope", x.dtype)?, pairs, arguments),
+        Kernel::flat(Rope, typed("rope", x.dtype)?, if is_packed { pairs / pack } else { pairs }, arguments),
     ])
 }
