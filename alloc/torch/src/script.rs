@@ -134,11 +134,11 @@ impl Script {
             }
             end = part.end;
         }
-        if self.height != end || isize::try_from(self.height).is_err() {
-            return Err(NoPlan::Check(format!(
-                "its height is {} bytes, but the streams' parts end at {end}",
-                self.height
-            )));
+        if self.height != end {
+            return Err(NoPlan::Check(format!("its height is {} bytes, but its parts end at {end}", self.height)));
+        }
+        if isize::try_from(end).is_err() {
+            return Err(NoPlan::Check(format!("its height of {end} bytes is more than any device has")));
         }
         for (planned, recorded) in self.iterations.iter().zip(&recorded) {
             let requests = recorded.requests();

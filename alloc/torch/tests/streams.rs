@@ -149,7 +149,7 @@ impl Shadow {
 }
 
 generated! {
-    #![cases(100)]
+    #![cases(200)]
 
     /// An iteration repeats, is played, deviates (other sizes, a part of it only, other operations in between) and
     /// repeats again.
@@ -183,6 +183,31 @@ generated! {
                 shadow.device.empty_cache();
             }
             shadow.device.step();
+        }
+    }
+
+    /// A loop with requests that stay for up to two iterations is recorded and saved. The next run plays its plan, and
+    /// some of its iterations are changed.
+    #[test]
+    fn a_saved_plan_survives_changes(
+        templates in prop::collection::vec(template(), 2..12),
+        changes in prop::collection::vec(
+            (
+                0..10usize,
+                prop_oneof![2 => Just(Change::Swap), 1 => Just(Change::LeaveOut), 2 => Just(Change::Add)],
+                0..12usize,
+            ),
+            1..4,
+        ),
+    ) {
+        let folder = Folder::new("changes");
+        for changes in [&[][..], &changes] {
+            let clock = Arc::new(Mutex::new(Clock::default()));
+            let pages = SlowPages(CountedPages::new(1 << 30), clock.clone());
+            let options = Options { check: true, wait_for_plan: true, saved_plan: Some(folder.0.join("plan")) };
+            let device = Device::new(0, Box::new(pages), options).unwrap();
+            let mut shadow = Shadow { device, clock, living: Vec::new(), used: BTreeMap::new() };
+            run_loop(&mut shadow, &templates, changes)?;
         }
     }
 }
@@ -278,35 +303,6 @@ fn run_loop(
         shadow.device.step();
     }
     Ok(())
-}
-
-generated! {
-    #![cases(300)]
-
-    /// A loop with requests that stay for up to two iterations is recorded and saved. The next run plays its plan, and
-    /// some of its iterations are changed.
-    #[test]
-    fn a_saved_plan_survives_changes(
-        templates in prop::collection::vec(template(), 2..12),
-        changes in prop::collection::vec(
-            (
-                0..10usize,
-                prop_oneof![2 => Just(Change::Swap), 1 => Just(Change::LeaveOut), 2 => Just(Change::Add)],
-                0..12usize,
-            ),
-            1..4,
-        ),
-    ) {
-        let folder = Folder::new("changes");
-        for changes in [&[][..], &changes] {
-            let clock = Arc::new(Mutex::new(Clock::default()));
-            let pages = SlowPages(CountedPages::new(1 << 30), clock.clone());
-            let options = Options { check: true, wait_for_plan: true, saved_plan: Some(folder.0.join("plan")) };
-            let device = Device::new(0, Box::new(pages), options).unwrap();
-            let mut shadow = Shadow { device, clock, living: Vec::new(), used: BTreeMap::new() };
-            run_loop(&mut shadow, &templates, changes)?;
-        }
-    }
 }
 
 /// A folder of its own for a test, removed at the end.
