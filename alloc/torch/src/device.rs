@@ -268,7 +268,7 @@ impl Device {
         let written = self.options.wait_for_plan || self.saving.as_ref().is_some_and(JoinHandle::is_finished);
         if written && let Some(thread) = self.saving.take() {
             let result = thread.join().unwrap_or_else(|_| Err("the thread that saves the plan panicked".into()));
-            self.saved_remark = result.err().or(self.saved_remark.take());
+            self.saved_remark = result.err();
         }
     }
 
