@@ -20,7 +20,9 @@ class Build(build_py):
             subprocess.check_call(["cargo", "build", "--release", "-p", "gapless-torch"], cwd=crate)
             target = os.environ.get("CARGO_TARGET_DIR", crate.parent.parent / "target")
             library = pathlib.Path(target) / "release" / "libgapless_torch.so"
-        shutil.copy(library, pathlib.Path(self.build_lib) / "gapless_torch" / "libgapless_torch.so")
+        # An editable install imports the package from here.
+        folder = HERE if getattr(self, "editable_mode", False) else pathlib.Path(self.build_lib)
+        shutil.copy(library, folder / "gapless_torch" / "libgapless_torch.so")
 
 
 class Binary(Distribution):

@@ -6,6 +6,7 @@
 
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
+use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -80,6 +81,7 @@ struct Limbo {
 /// A plan that a thread makes.
 struct Planning {
     thread: JoinHandle<Result<Script, NoPlan>>,
+    iteration: Arc<Iteration>,
     start: Instant,
 }
 
@@ -91,6 +93,12 @@ pub struct Device {
     limbo: Vec<Limbo>,
     player: Option<Player>,
     planning: Option<Planning>,
+    /// The thread that plans and writes the next run's plan.
+    saving: Option<JoinHandle<Result<(), String>>>,
+    /// Why the saved plan is not used, or not written.
+    saved_remark: Option<String>,
+    /// The last iteration whose plan could not be used. It is not planned again.
+    refused: Arc<Iteration>,
     /// This iteration so far.
     recording: Iteration,
     requests: u32,
@@ -113,6 +121,9 @@ impl Device {
             limbo: Vec::new(),
             player: None,
             planning: None,
+            saving: None,
+            saved_remark: None,
+            refused: Arc::default(),
             recording: Iteration::default(),
             requests: 0,
             previous: Arc::default(),
@@ -123,11 +134,21 @@ impl Device {
         };
         if let Some(path) = device.options.saved_plan.as_ref().filter(|path| path.exists()) {
             match saved::read(path) {
-                Ok(script) => device.play(script),
-                Err(error) => device.report.remark = Some(error.to_string()),
+                Ok(script) => drop(device.play(script)),
+                Err(error) => {
+                    device.saved_remark = Some(error.to_string());
+                    if !error.is_plan() {
+                        device.options.saved_plan = None;
+                    }
+                }
             }
         }
         Ok(device)
+    }
+
+    /// The range of addresses in which all requests lie.
+    pub fn addresses(&self) -> Range<u64> {
+        self.heap.addresses()
     }
 
     /// Serves a request of any size, and returns its address, a multiple of 512.
@@ -138,6 +159,9 @@ impl Device {
     pub fn allocate(&mut self, bytes: u64, stream: StreamHandle) -> Result<u64, OutOfMemory> {
         let stream = self.heap.stream(stream);
         let bytes = bytes.max(1).checked_next_multiple_of(ALIGNMENT).unwrap_or(u64::MAX - (ALIGNMENT - 1));
+        if bytes > isize::MAX as u64 {
+            return Err(self.out_of_memory(bytes, PagesError::OutOfMemory));
+        }
         if !self.limbo.is_empty() {
             self.release_limbo(false);
         }
@@ -178,7 +202,8 @@ impl Device {
             self.report.online -= bytes;
         }
         if !uses.is_empty() {
-            // A planned request with other streams has ended exact play when the first of them was noted.
+            // Play is not exact: the plan has no request with several streams, and `record_use` ends exact play for one
+            // that lies in the region. So the region does not withhold these bytes from the heap.
             let events = uses.iter().map(|&stream| self.heap.record(stream)).collect();
             self.limbo.push(Limbo { address, bytes, stream, events });
         } else if !(exact && planned.is_some()) {
@@ -189,16 +214,31 @@ impl Device {
 
     /// Notes that another stream uses a request's memory, so that a free waits for its work.
     pub fn record_use(&mut self, address: u64, stream: StreamHandle) {
+        let Some(block) = self.living.get_mut(&address) else { return };
         let stream = self.heap.stream(stream);
         let iteration = self.report.iterations;
-        let Some(block) = self.living.get_mut(&address).filter(|block| block.stream != stream) else { return };
+        if block.stream == stream {
+            return;
+        }
         if !block.uses.contains(&stream) {
             block.uses.push(stream);
+            let planned = block.planned.is_some();
             let key = Key { age: (iteration - block.iteration) as u32, index: block.index };
             let event = Event::Use { key, stream };
             self.recording.events.push(event);
-            self.follow(event);
+            // The event can be the script's next although it is another request's: when the last iteration is repeated,
+            // an age of two or more refers to iterations before it.
+            match planned {
+                true => self.deviate(),
+                false => drop(self.follow(event)),
+            }
         }
+    }
+
+    /// The number of other streams that use a request.
+    #[cfg(test)]
+    pub(crate) fn streams_in_use(&self, address: u64) -> usize {
+        self.living.get(&address).map_or(0, |block| block.uses.len())
     }
 
     /// Ends an iteration: plans it if it repeats the one before and no plan has it, and takes up a plan that is ready.
@@ -215,16 +255,25 @@ impl Device {
         self.report.exact_iterations += u64::from(exact);
         self.return_to_plan();
         match exact {
-            true => self.previous = Arc::default(),
+            true => {
+                self.previous = Arc::default();
+                self.extend_history(Arc::new(recorded), true);
+            }
             false => self.plan_if_it_repeats(recorded),
         }
         let ready = self.options.wait_for_plan || self.planning.as_ref().is_some_and(|p| p.thread.is_finished());
         if ready && let Some(planning) = self.planning.take() {
             self.take_up(planning);
         }
+        let written = self.options.wait_for_plan || self.saving.as_ref().is_some_and(JoinHandle::is_finished);
+        if written && let Some(thread) = self.saving.take() {
+            let result = thread.join().unwrap_or_else(|_| Err("the thread that saves the plan panicked".into()));
+            self.saved_remark = result.err();
+        }
     }
 
-    /// Returns idle pages to the device. The plan's pages stay.
+    /// Returns idle pages to the device. While play is exact, the plan's pages stay; otherwise its idle pages are
+    /// returned as well, and mapped again when play becomes exact.
     pub fn empty_cache(&mut self) {
         self.release_limbo(false);
         self.heap.trim();
@@ -239,6 +288,10 @@ impl Device {
             device_calls: self.heap.device_calls(),
             planned: script.map_or(0, |script| script.height),
             lower_bound: script.map_or(0, |script| script.lower_bound),
+            remark: match (&self.report.remark, &self.saved_remark) {
+                (Some(remark), Some(saved)) => Some(format!("{remark}; {saved}")),
+                (remark, saved) => remark.clone().or(saved.clone()),
+            },
             ..self.report.clone()
         }
     }
@@ -349,10 +402,15 @@ impl Device {
         gaps
     }
 
-    /// Begins the script's next iteration. Play is exact again if everything in the region lies where the script has it.
+    /// Begins the script's next iteration. Play is exact again if everything in the region lies where the script has it,
+    /// and the iteration that repeats has ended.
+    ///
+    /// Iterations before it have requests that a later one frees by iteration and index. A deviation may have given these
+    /// another order, so that the free of one would count as that of another. What stays once the repeated iteration has
+    /// ended is never freed by the script.
     fn return_to_plan(&mut self) {
         let Some(player) = &self.player else { return };
-        if !player.exact {
+        if !player.exact && player.iteration() == player.script.last() {
             let stays = |block: &Block| {
                 block.uses.is_empty()
                     && block.planned.is_some_and(|(iteration, index)| player.outlives(iteration, index))
@@ -393,37 +451,41 @@ impl Device {
     fn plan_if_it_repeats(&mut self, recorded: Iteration) {
         let repeats = recorded == *self.previous && !recorded.events.is_empty();
         self.previous = Arc::new(recorded);
-        if self.options.saved_plan.is_some() && self.history.len() as u64 + 1 == self.report.iterations {
-            if self.history.len() < MOST_SAVED {
-                self.history.push(self.previous.clone());
-            } else {
-                self.history = Vec::new();
-            }
-        }
+        self.extend_history(self.previous.clone(), false);
         let is_played = (self.player.as_ref())
             .is_some_and(|player| player.script.iterations[player.script.last()].events == self.previous.events);
-        if !repeats || is_played || self.planning.is_some() {
+        if !repeats || is_played || self.planning.is_some() || self.refused == self.previous {
             return;
         }
-        let iteration = self.previous.clone();
-        let thread = std::thread::spawn(move || Script::plan(&[&iteration]));
-        self.planning = Some(Planning { thread, start: Instant::now() });
+        let (iteration, recorded) = (self.previous.clone(), self.previous.clone());
+        let thread = std::thread::spawn(move || Script::plan(&[&recorded]));
+        self.planning = Some(Planning { thread, iteration, start: Instant::now() });
         if let Some(path) = self.options.saved_plan.clone()
             && self.history.len() as u64 == self.report.iterations
+            && self.saving.is_none()
         {
             // The last iteration is equal to the one before, so the saved plan need not have it.
             let mut history = std::mem::take(&mut self.history);
             history.pop();
             let save = move || {
                 let iterations: Vec<&Iteration> = history.iter().map(|iteration| &**iteration).collect();
-                Script::plan(&iterations).map(|script| saved::write(&path, &script))
+                let script = Script::plan(&iterations).map_err(|error| error.to_string())?;
+                saved::write(&path, &script).map_err(|error| error.to_string())
             };
-            let thread = std::thread::spawn(save);
-            if self.options.wait_for_plan
-                && let Ok(Ok(Err(error))) = thread.join()
-            {
-                self.report.remark = Some(error.to_string());
-            }
+            self.saving = Some(std::thread::spawn(save));
+        }
+    }
+
+    /// Keeps an iteration for the next run's plan, if all before it were kept. Nothing more is kept once the iteration that
+    /// a saved plan repeats was played twice: the plan is up to date.
+    fn extend_history(&mut self, iteration: Arc<Iteration>, exact: bool) {
+        if self.options.saved_plan.is_none() || self.history.len() as u64 + 1 != self.report.iterations {
+            return;
+        }
+        let planned = self.player.as_ref().map_or(0, |player| player.script.iterations.len());
+        match (exact && planned <= self.history.len()) || self.history.len() == MOST_SAVED {
+            true => self.history = Vec::new(),
+            false => self.history.push(iteration),
         }
     }
 
@@ -431,15 +493,26 @@ impl Device {
     fn take_up(&mut self, planning: Planning) {
         let planned = planning.thread.join();
         self.report.planning_ms = planning.start.elapsed().as_millis() as u64;
-        match planned {
+        let is_played = match planned {
             Ok(Ok(script)) => self.play(script),
-            Ok(Err(error)) => self.report.remark = Some(error.to_string()),
-            Err(_) => self.report.remark = Some("the planner's thread panicked".into()),
+            Ok(Err(error)) => {
+                self.report.remark = Some(error.to_string());
+                false
+            }
+            Err(_) => {
+                self.report.remark = Some("the planner's thread panicked".into());
+                false
+            }
+        };
+        if !is_played {
+            self.refused = planning.iteration;
         }
     }
 
-    /// Maps a region for a script, plays it from now on, and returns idle pages to the device.
-    fn play(&mut self, script: Script) {
+    /// Maps a region for a script, plays it from now on, and returns idle pages to the device. Returns false if the script
+    /// cannot be played; the remark then says why.
+    fn play(&mut self, script: Script) -> bool {
+        self.report.remark = None;
         self.deviate();
         for block in self.living.values_mut() {
             if block.planned.take().is_some() {
@@ -448,7 +521,8 @@ impl Device {
         }
         self.player = None;
         if script.height == 0 {
-            return;
+            self.report.remark = Some("an iteration frees nothing that it requests, so nothing is planned".into());
+            return false;
         }
         match self.heap.map_region(script.height, script.streams[0].0) {
             Ok(base) => {
@@ -458,8 +532,12 @@ impl Device {
                 self.player = Some(Player::new(Arc::new(script), base));
                 self.report.plans += 1;
                 self.heap.trim();
+                true
             }
-            Err(error) => self.report.remark = Some(format!("the plan has no memory: {error}")),
+            Err(error) => {
+                self.report.remark = Some(format!("the plan has no memory: {error}"));
+                false
+            }
         }
     }
 

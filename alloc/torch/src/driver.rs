@@ -41,6 +41,7 @@ macro_rules! driver {
         /// Functions of `libcuda`, by the names that its headers give them.
         struct Driver {
             $($field: unsafe extern "C" fn($($argument),*) -> c_uint,)*
+            can_access_peer: Option<unsafe extern "C" fn(*mut c_int, c_int, c_int) -> c_uint>,
             _library: libloading::Library,
         }
 
@@ -50,7 +51,11 @@ macro_rules! driver {
                 // functions live as long as the library, which the struct has.
                 unsafe {
                     let library = libloading::Library::new("libcuda.so.1")?;
-                    Ok(Self { $($field: *library.get(concat!($name, "\0").as_bytes())?,)* _library: library })
+                    Ok(Self {
+                        $($field: *library.get(concat!($name, "\0").as_bytes())?,)*
+                        can_access_peer: library.get(b"cuDeviceCanAccessPeer\0").ok().map(|function| *function),
+                        _library: library,
+                    })
                 }
             }
         }
@@ -59,6 +64,7 @@ macro_rules! driver {
 
 driver! {
     init = "cuInit" (c_uint);
+    count = "cuDeviceGetCount" (*mut c_int);
     device = "cuDeviceGet" (*mut c_int, c_int);
     retain = "cuDevicePrimaryCtxRetain" (*mut *mut c_void, c_int);
     push = "cuCtxPushCurrent_v2" (*mut c_void);
@@ -94,6 +100,8 @@ pub struct CudaPages {
     /// The device's primary context as an address.
     context: usize,
     page: u64,
+    /// This device first, then those whose kernels can access its memory.
+    access: Vec<Access>,
     /// Handles of mapped pages, by the page's number after `base`.
     handles: Vec<u64>,
     base: u64,
@@ -118,8 +126,9 @@ impl CudaPages {
             let call = (driver.granularity)(&mut page, &properties(device), 0);
             result("cuMemGetAllocationGranularity", call)?;
         }
-        let page = (page as u64).max(1);
-        Ok(Self { driver, device, context: context as usize, page, handles: Vec::new(), base: 0, spare: Vec::new() })
+        let (page, context) = ((page as u64).max(1), context as usize);
+        let access = std::iter::once(device).chain(peers(driver, device)).map(access).collect();
+        Ok(Self { driver, device, context, page, access, handles: Vec::new(), base: 0, spare: Vec::new() })
     }
 
     /// Calls the driver with the device's context current, as events and queries of memory need it.
@@ -156,6 +165,29 @@ impl CudaPages {
     }
 }
 
+/// The devices whose kernels can access this one's memory.
+fn peers(driver: &Driver, device: c_int) -> Vec<c_int> {
+    let Some(can_access) = driver.can_access_peer else { return Vec::new() };
+    let mut count = 0;
+    // SAFETY: the call only writes `count`.
+    if unsafe { (driver.count)(&mut count) } != 0 {
+        return Vec::new();
+    }
+    let peer = |ordinal| {
+        let (mut peer, mut can) = (0, 0);
+        // SAFETY: the calls only write `peer` and `can`.
+        let code = unsafe { (driver.device)(&mut peer, ordinal) };
+        // SAFETY: as above.
+        let known = code == 0 && peer != device && unsafe { can_access(&mut can, peer, device) } == 0;
+        (known && can != 0).then_some(peer)
+    };
+    (0..count).filter_map(peer).collect()
+}
+
+fn access(device: c_int) -> Access {
+    Access { location: Location { kind: ON_DEVICE, id: device }, flags: READ_WRITE }
+}
+
 fn properties(device: c_int) -> Properties {
     let location = Location { kind: ON_DEVICE, id: device };
     Properties { kind: PINNED, handle_types: 0, location, win32: std::ptr::null_mut(), flags: [0; 8] }
@@ -176,7 +208,6 @@ impl Pages for CudaPages {
     }
 
     fn map(&mut self, address: u64, bytes: u64) -> Result<(), PagesError> {
-        let location = Location { kind: ON_DEVICE, id: self.device };
         for start in (address..address + bytes).step_by(self.page as usize) {
             let mapped = self.handle().and_then(|handle| {
                 // SAFETY: the address is reserved, and nothing is mapped there.
@@ -196,10 +227,19 @@ impl Pages for CudaPages {
                 }
             }
         }
-        let access = Access { location, flags: READ_WRITE };
-        // SAFETY: the whole range has just been mapped.
-        let call = unsafe { (self.driver.set_access)(address, bytes as usize, &access, 1) };
-        result("cuMemSetAccess", call).inspect_err(|_| self.unmap_pages(address, bytes))
+        // SAFETY: the whole range has just been mapped, and the pointer is to as many entries as the last argument says.
+        let set = |entries: &[Access]| unsafe {
+            (self.driver.set_access)(address, bytes as usize, entries.as_ptr(), entries.len())
+        };
+        let mut code = set(&self.access);
+        if code != 0 && self.access.len() > 1 {
+            // A peer that refuses must not keep the device from its own memory.
+            code = set(&self.access[..1]);
+            if code == 0 {
+                self.access.truncate(1);
+            }
+        }
+        result("cuMemSetAccess", code).inspect_err(|_| self.unmap_pages(address, bytes))
     }
 
     fn unmap(&mut self, address: u64, bytes: u64) {

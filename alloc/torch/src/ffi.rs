@@ -1,10 +1,12 @@
 //! The C interface: what `torch.cuda.memory.CUDAPluggableAllocator` calls, and what the Python package calls.
 //!
-//! A panic never leaves a function. After one, a request gets a null pointer, and every other function returns without an
-//! effect. [`gapless_torch_error`] returns the text of the error.
+//! A panic never leaves a function. It may leave a device's tables half changed, so that device is not used again: its
+//! requests fail, and its frees have no effect. [`gapless_torch_error`] returns the text of the error.
 
 use std::cell::RefCell;
-use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
+use std::ffi::{CStr, CString, OsString, c_char, c_int, c_uint, c_void};
+use std::io::Write;
+use std::os::unix::ffi::OsStrExt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicPtr, AtomicU64, Ordering};
@@ -21,6 +23,12 @@ const MOST_DEVICES: usize = 64;
 
 static DEVICES: [Mutex<Option<Device>>; MOST_DEVICES] = [const { Mutex::new(None) }; MOST_DEVICES];
 
+/// For each device, the first and the last address of its requests plus one; 0 before it is used.
+static ADDRESSES: [[AtomicU64; 2]; MOST_DEVICES] = [const { [const { AtomicU64::new(0) }; 2] }; MOST_DEVICES];
+
+/// The file of saved plans that [`gapless_torch_save_plans`] set.
+static PLANS: Mutex<Option<OsString>> = Mutex::new(None);
+
 /// The function that [`gapless_torch_raise_with`] set, or null.
 static RAISE: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
 
@@ -34,8 +42,11 @@ thread_local! {
 /// A C++ function that throws a text as an exception: function, file, line, text. `c10::detail::torchCheckFail` is one.
 pub type Raise = unsafe extern "C-unwind" fn(*const c_char, *const c_char, c_uint, *const c_char);
 
-fn lock(device: usize) -> MutexGuard<'static, Option<Device>> {
-    DEVICES[device].lock().unwrap_or_else(PoisonError::into_inner)
+/// # Errors
+/// Returns a text if a call panicked while it changed the device.
+fn lock(device: usize) -> Result<MutexGuard<'static, Option<Device>>, String> {
+    let failed = |_| format!("gapless: CUDA device {device} is not used any more: an earlier call panicked (a bug)");
+    DEVICES[device].lock().map_err(failed)
 }
 
 fn remember(text: String) {
@@ -45,14 +56,19 @@ fn remember(text: String) {
 
 /// Runs `body`; a panic becomes the text of an error.
 fn guarded<T>(body: impl FnOnce() -> T) -> Option<T> {
-    catch_unwind(AssertUnwindSafe(body)).map_err(|_| remember("gapless: a bug: the allocator panicked".into())).ok()
+    let panicked = |panic: Box<dyn std::any::Any + Send>| {
+        let text = panic.downcast_ref::<String>().map(String::as_str).or(panic.downcast_ref::<&str>().copied());
+        remember(format!("gapless: a bug: the allocator panicked: {}", text.unwrap_or("no text")));
+    };
+    catch_unwind(AssertUnwindSafe(body)).map_err(panicked).ok()
 }
 
-/// Reads the options from the environment: `GAPLESS_TORCH_CHECK`, `GAPLESS_TORCH_WAIT` and `GAPLESS_TORCH_PLAN`, the
-/// saved plan's file without the device's number.
+/// Reads the options from the environment: `GAPLESS_TORCH_CHECK`, `GAPLESS_TORCH_WAIT` and, without
+/// [`gapless_torch_save_plans`], `GAPLESS_TORCH_PLAN`, the saved plan's file without the device's number.
 fn options(device: usize) -> Options {
     let set = |name| std::env::var_os(name).is_some_and(|value| !value.is_empty() && value != "0");
-    let plan = std::env::var_os("GAPLESS_TORCH_PLAN").filter(|path| !path.is_empty());
+    let plan = PLANS.lock().unwrap_or_else(PoisonError::into_inner).clone();
+    let plan = plan.or_else(|| std::env::var_os("GAPLESS_TORCH_PLAN")).filter(|path| !path.is_empty());
     Options {
         check: set("GAPLESS_TORCH_CHECK"),
         wait_for_plan: set("GAPLESS_TORCH_WAIT"),
@@ -64,7 +80,7 @@ fn options(device: usize) -> Options {
 }
 
 fn allocate(bytes: u64, device: usize, stream: u64) -> Result<u64, String> {
-    let mut slot = lock(device);
+    let mut slot = lock(device)?;
     let allocator = match &mut *slot {
         Some(allocator) => allocator,
         None => {
@@ -75,10 +91,14 @@ fn allocate(bytes: u64, device: usize, stream: u64) -> Result<u64, String> {
                 bytes => {
                     options.check = true;
                     options.wait_for_plan = true;
-                    Box::new(CountedPages::new(bytes))
+                    Box::new(CountedPages::new(bytes).from_address((device as u64 + 1) << 44))
                 }
             };
-            slot.insert(Device::new(device, pages, options).map_err(failed)?)
+            let allocator = slot.insert(Device::new(device, pages, options).map_err(failed)?);
+            let addresses = allocator.addresses();
+            ADDRESSES[device][0].store(addresses.start, Ordering::Release);
+            ADDRESSES[device][1].store(addresses.end, Ordering::Release);
+            allocator
         }
     };
     allocator.allocate(bytes, stream).map_err(|error| error.to_string())
@@ -123,17 +143,29 @@ pub extern "C" fn gapless_torch_rehearse(bytes: u64) {
 pub extern "C" fn gapless_torch_free(pointer: *mut c_void, _bytes: usize, device: c_int, _stream: *mut c_void) {
     guarded(|| {
         if let Some(device) = usize::try_from(device).ok().filter(|&device| device < MOST_DEVICES)
-            && let Some(allocator) = &mut *lock(device)
+            && let Ok(mut slot) = lock(device)
+            && let Some(allocator) = &mut *slot
         {
             allocator.free(pointer as u64);
         }
     });
 }
 
-/// Notes that a stream uses a tensor's memory (`record_stream`).
+/// Notes that a stream uses a tensor's memory (`record_stream`). Waits for no other device: a call for one may take as
+/// long as its work.
 #[unsafe(no_mangle)]
 pub extern "C" fn gapless_torch_record_stream(pointer: *mut c_void, stream: *mut c_void) {
-    each(|allocator| allocator.record_use(pointer as u64, stream as u64));
+    let address = pointer as u64;
+    let holds =
+        |[start, end]: &[AtomicU64; 2]| (start.load(Ordering::Acquire)..end.load(Ordering::Acquire)).contains(&address);
+    guarded(|| {
+        if let Some(device) = ADDRESSES.iter().position(holds)
+            && let Ok(mut slot) = lock(device)
+            && let Some(allocator) = &mut *slot
+        {
+            allocator.record_use(address, stream as u64);
+        }
+    });
 }
 
 /// Returns idle pages to the device (`torch.cuda.empty_cache`).
@@ -155,7 +187,9 @@ pub extern "C" fn gapless_torch_step() {
 fn each(mut body: impl FnMut(&mut Device)) {
     guarded(|| {
         for device in 0..MOST_DEVICES {
-            if let Some(allocator) = &mut *lock(device) {
+            if let Ok(mut slot) = lock(device)
+                && let Some(allocator) = &mut *slot
+            {
                 body(allocator);
             }
         }
@@ -198,15 +232,16 @@ pub unsafe extern "C" fn gapless_torch_write_table(device: c_int, path: *const c
     let path = unsafe { CStr::from_ptr(path) };
     let written = guarded(|| {
         let known = usize::try_from(device).ok().filter(|&device| device < MOST_DEVICES);
-        let slot = known.map(lock);
+        let slot = known.map(lock).transpose()?;
         let allocator = slot.as_ref().and_then(|slot| slot.as_ref());
         let allocator = allocator.ok_or_else(|| format!("CUDA device {device} is not in use"))?;
         let (rows, offsets) = allocator.table();
         let ids = (0..rows.len()).map(|id| id.to_string()).collect();
         let problem = Problem::new(rows).map_err(|error| error.to_string())?;
         let file = std::fs::File::create(path.to_string_lossy().as_ref()).map_err(|error| error.to_string())?;
-        let table = csv::Table::new(ids, problem);
-        table.write(std::io::BufWriter::new(file), offsets.as_deref()).map_err(|error| error.to_string())
+        let mut out = std::io::BufWriter::new(file);
+        csv::Table::new(ids, problem).write(&mut out, offsets.as_deref()).map_err(|error| error.to_string())?;
+        out.flush().map_err(|error| error.to_string())
     });
     match written {
         Some(Ok(())) => return 0,
@@ -214,6 +249,18 @@ pub unsafe extern "C" fn gapless_torch_write_table(device: c_int, path: *const c
         None => {}
     }
     1
+}
+
+/// Sets the file of the saved plan of devices that are used from now on, without the device's number.
+///
+/// # Safety
+/// `path` must be a text that ends with a zero.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn gapless_torch_save_plans(path: *const c_char) {
+    // SAFETY: the caller promised a text that ends with a zero.
+    let path = unsafe { CStr::from_ptr(path) };
+    let path = std::ffi::OsStr::from_bytes(path.to_bytes()).to_owned();
+    *PLANS.lock().unwrap_or_else(PoisonError::into_inner) = Some(path);
 }
 
 /// The text of this thread's last error. It is valid until the thread's next error.
@@ -237,7 +284,7 @@ pub unsafe extern "C" fn gapless_torch_raise_with(raise: *mut c_void) {
 pub extern "C-unwind" fn gapless_torch_refuse_pool() {
     remember(
         "gapless: private pools (CUDA graphs, torch.cuda.MemPool) are not supported: a graph replays addresses at times \
-         that the plan does not know. Leave the graph out, or PyTorch's own allocator in"
+         that the plan does not know. Disable CUDA graphs, or do not install gapless_torch."
             .into(),
     );
     let raise = RAISE.load(Ordering::Acquire);
@@ -247,5 +294,58 @@ pub extern "C-unwind" fn gapless_torch_refuse_pool() {
             let raise: Raise = std::mem::transmute(raise);
             raise(c"gapless_torch_refuse_pool".as_ptr(), c"gapless".as_ptr(), 0, gapless_torch_error());
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A device on which a request panicked serves no more requests, and other devices go on.
+    #[test]
+    fn a_panic_ends_a_device() {
+        let pages = Box::new(CountedPages::new(1 << 30).from_address(1 << 50));
+        let mut device = Device::new(60, pages, Options::default()).unwrap();
+        let address = device.allocate(1 << 20, 0).unwrap();
+        *DEVICES[60].lock().unwrap() = Some(device);
+        let panicked = guarded(|| {
+            let _slot = lock(60);
+            panic!("half changed");
+        });
+        assert_eq!(panicked, None::<()>);
+        let text = || ERROR.with(|error| error.borrow().to_str().unwrap().to_owned());
+        assert!(text().contains("half changed"), "{}", text());
+        assert!(gapless_torch_alloc(1, 60, std::ptr::null_mut()).is_null());
+        assert!(text().contains("CUDA device 60 is not used any more"), "{}", text());
+        gapless_torch_free(address as *mut c_void, 1 << 20, 60, std::ptr::null_mut());
+        gapless_torch_record_stream(address as *mut c_void, std::ptr::null_mut());
+        gapless_torch_step();
+        assert!(!report().contains("\"device\":60"));
+    }
+
+    /// `record_stream` waits for no device but the pointer's own.
+    #[test]
+    fn a_use_locks_its_device_alone() {
+        gapless_torch_rehearse(1 << 30);
+        let address = gapless_torch_alloc(1 << 20, 61, std::ptr::null_mut()) as u64;
+        assert_ne!(address, 0);
+        let busy = lock(62).unwrap();
+        let (done, is_done) = std::sync::mpsc::channel();
+        std::thread::spawn(move || {
+            gapless_torch_record_stream(address as *mut c_void, 0x7000 as *mut c_void);
+            done.send(()).unwrap();
+        });
+        assert!(is_done.recv_timeout(std::time::Duration::from_secs(10)).is_ok(), "another device was waited for");
+        drop(busy);
+        let slot = lock(61).unwrap();
+        assert_eq!(slot.as_ref().unwrap().streams_in_use(address), 1);
+        drop(slot);
+
+        // SAFETY: the texts end with a zero.
+        let code = unsafe { gapless_torch_write_table(61, c"/dev/full".as_ptr()) };
+        assert_eq!(code, 1, "the device is full");
+        // SAFETY: as above.
+        unsafe { gapless_torch_save_plans(c"folder/key".as_ptr()) };
+        assert_eq!(options(3).saved_plan, Some(PathBuf::from("folder/key.3")));
     }
 }

@@ -5,6 +5,7 @@
 //! partly in use.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 
 use crate::extents::{Extent, Extents};
 use crate::pages::{Event, Pages, PagesError, Stream, StreamHandle};
@@ -17,6 +18,7 @@ pub(crate) struct Heap {
     idle: Extents,
     /// Ranges of addresses without memory: bytes by first address.
     unmapped: BTreeMap<u64, u64>,
+    addresses: Range<u64>,
     mapped: u64,
     most_mapped: u64,
     /// Calls that mapped or unmapped pages.
@@ -37,6 +39,7 @@ impl Heap {
             streams: Vec::new(),
             idle: Extents::default(),
             unmapped,
+            addresses: base..base + bytes,
             mapped: 0,
             most_mapped: 0,
             device_calls: 0,
@@ -68,6 +71,11 @@ impl Heap {
         // A stream without a handle has done no work yet, and the default stream has an event as good as any.
         let handle = self.streams.get(stream as usize).copied().flatten().unwrap_or(0);
         self.pages.record(handle)
+    }
+
+    /// The reserved range of addresses.
+    pub fn addresses(&self) -> Range<u64> {
+        self.addresses.clone()
     }
 
     /// Mapped bytes.
@@ -147,7 +155,7 @@ impl Heap {
     /// Maps pages for a request, and takes the request's bytes.
     ///
     /// # Errors
-    /// Returns the driver's error. Idle memory is then as before.
+    /// Returns the driver's error. Idle pages may then have been returned to the device.
     pub fn grow(&mut self, bytes: u64, stream: Stream) -> Result<u64, PagesError> {
         let place = self.growth(bytes, stream).ok_or(PagesError::OutOfMemory)?;
         self.move_pages_aside(place.pages_bytes, Some((place.start, place.start + bytes)));
@@ -161,7 +169,7 @@ impl Heap {
     /// page's end are idle, for `stream`.
     ///
     /// # Errors
-    /// Returns the driver's error. Idle memory is then as before.
+    /// Returns the driver's error. Idle pages may then have been returned to the device.
     pub fn map_region(&mut self, bytes: u64, stream: Stream) -> Result<u64, PagesError> {
         let whole = bytes.next_multiple_of(self.pages.page());
         let hole = self.unmapped.iter().filter(|&(_, &size)| size >= whole).min_by_key(|&(_, &size)| size);

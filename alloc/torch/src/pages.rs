@@ -96,6 +96,11 @@ impl CountedPages {
         Self { capacity, next_address: 1 << 40, mapped: BTreeSet::new(), spare: 0, most: 0, calls: 0 }
     }
 
+    /// The same device with other addresses, so that those of several devices differ.
+    pub fn from_address(self, next_address: u64) -> Self {
+        Self { next_address, ..self }
+    }
+
     /// The most bytes that were in use at once.
     pub fn most_bytes(&self) -> u64 {
         self.most * Self::PAGE

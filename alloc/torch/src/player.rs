@@ -5,8 +5,8 @@
 //! withheld from the heap.
 //!
 //! **Loose.** After the first other event, the region's idle bytes belong to the heap, whose table of idle ranges says
-//! for each request whether its planned bytes are idle. Others may use them too. When an iteration begins and everything
-//! in the region lies where the script has it, play is exact again.
+//! for each request whether its planned bytes are idle. Others may use them too. When the iteration that repeats has ended
+//! and everything in the region lies where the script has it, play is exact again.
 
 use std::sync::Arc;
 
@@ -75,7 +75,8 @@ impl Player {
         self.taken = (0..all).map(|index| index < played).collect();
     }
 
-    /// When play is loose: the addresses of requests that this may be, the nearest to its turn first.
+    /// When play is loose: the planned addresses of unplayed requests with this size and stream, the nearest to its
+    /// turn first.
     pub fn candidates(&self, bytes: u64, stream: Stream) -> impl Iterator<Item = (usize, u64)> + '_ {
         let planned = self.planned();
         let after = self.request..(self.request + WINDOW).min(self.taken.len());

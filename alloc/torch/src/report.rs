@@ -37,6 +37,6 @@ pub struct Report {
     pub lower_bound: u64,
     /// Milliseconds that the last plan took, beside the running iterations.
     pub planning_ms: u64,
-    /// Why there is no plan, or why a saved plan was not used.
+    /// Why there is no plan, or why a saved plan was not used or not written.
     pub remark: Option<String>,
 }

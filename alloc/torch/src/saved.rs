@@ -21,7 +21,9 @@ pub enum SavedError {
         source: std::io::Error,
     },
     /// The file is no saved plan.
-    #[error("{path} is not a saved plan: {source}")]
+    #[error(
+        "{path} is not a saved plan: {source}. It is not overwritten, and this run saves no plan; remove it, or name another file"
+    )]
     Format {
         /// The file.
         path: PathBuf,
@@ -29,7 +31,7 @@ pub enum SavedError {
         source: serde_json::Error,
     },
     /// The file is of another version.
-    #[error("{path} has version {found} of the format, not {VERSION}; remove it, and the next run writes it anew")]
+    #[error("{path} has version {found} of the format, not {VERSION}; this run replaces it when it has a plan")]
     Version {
         /// The file.
         path: PathBuf,
@@ -37,13 +39,20 @@ pub enum SavedError {
         found: u32,
     },
     /// The plan is wrong.
-    #[error("{path}: {source}")]
+    #[error("{path}: {source}; this run replaces it when it has a plan")]
     Check {
         /// The file.
         path: PathBuf,
         /// The violation.
         source: NoPlan,
     },
+}
+
+impl SavedError {
+    /// True if the file is a saved plan, which another one may replace.
+    pub fn is_plan(&self) -> bool {
+        matches!(self, Self::Version { .. } | Self::Check { .. })
+    }
 }
 
 #[derive(Serialize, Deserialize)]
@@ -75,6 +84,9 @@ pub fn write(path: &Path, script: &Script) -> Result<(), SavedError> {
     let failed = |source| SavedError::File { path: path.into(), source };
     let text = serde_json::to_vec(&File { version: VERSION, script })
         .map_err(|source| SavedError::Format { path: path.into(), source })?;
-    let partial = path.with_extension(format!("{}.partial", std::process::id()));
+    // The whole name stays in front: its end tells the devices of a process apart.
+    let mut partial = path.as_os_str().to_owned();
+    partial.push(format!(".{}.partial", std::process::id()));
+    let partial = PathBuf::from(partial);
     std::fs::write(&partial, text).and_then(|()| std::fs::rename(&partial, path)).map_err(failed)
 }

@@ -16,6 +16,9 @@ use crate::recording::{Event, Iteration};
 /// The alignment of all addresses, in bytes: PyTorch's kernels rely on it.
 pub const ALIGNMENT: u64 = 512;
 
+/// The number of streams that a saved plan may have. The allocator has an entry for each number up to the greatest.
+const MOST_STREAMS: Stream = 4096;
+
 /// Planned iterations. The last one repeats.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Script {
@@ -41,7 +44,7 @@ pub struct Planned {
 }
 
 /// A planned request.
-#[derive(Debug, Clone, Copy, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Request {
     /// Bytes, rounded up to 512.
     pub bytes: u64,
@@ -107,22 +110,35 @@ impl Script {
         Ok(Self { iterations: planned, height, lower_bound: bound, streams })
     }
 
-    /// Checks a script that comes from a file: planned requests that are alive at once share no byte, and lie in the
-    /// part of their stream.
+    /// Checks a script that comes from a file: planned requests that are alive at once share no byte and lie in the part
+    /// of their stream, the requests are those of the events, and every free and use is of a living request.
     ///
     /// # Errors
     /// Returns the first violation.
     pub fn check(&self) -> Result<(), NoPlan> {
         let wrong = |what: &str| NoPlan::Check(what.into());
+        if self.iterations.is_empty() {
+            return Err(wrong("it has no iterations"));
+        }
         let recorded: Vec<Iteration> =
             self.iterations.iter().map(|planned| Iteration { events: planned.events.clone() }).collect();
+        check_keys(&recorded)?;
         let lives = lives(&recorded.iter().collect::<Vec<_>>());
-        let mut ends = 0;
-        for (_, part) in &self.streams {
-            if part.start < ends || part.end < part.start || part.end > self.height {
-                return Err(wrong("the parts of streams overlap"));
+        let mut end = 0;
+        for &(stream, ref part) in &self.streams {
+            if part.start != end || part.end <= part.start || !part.end.is_multiple_of(ALIGNMENT) {
+                return Err(wrong("the parts of streams do not follow one another"));
             }
-            ends = part.end;
+            if stream >= MOST_STREAMS {
+                return Err(NoPlan::Check(format!("stream {stream} is not below {MOST_STREAMS}")));
+            }
+            end = part.end;
+        }
+        if self.height != end {
+            return Err(NoPlan::Check(format!("its height is {} bytes, but its parts end at {end}", self.height)));
+        }
+        if isize::try_from(end).is_err() {
+            return Err(NoPlan::Check(format!("its height of {end} bytes is more than any device has")));
         }
         for (planned, recorded) in self.iterations.iter().zip(&recorded) {
             let requests = recorded.requests();
@@ -132,6 +148,15 @@ impl Script {
         }
         let mut pinned = Vec::new();
         for life in &lives {
+            if life.request.bytes == 0 || !life.request.bytes.is_multiple_of(ALIGNMENT) {
+                return Err(NoPlan::Check(format!(
+                    "a request of {} bytes is not rounded to {ALIGNMENT}",
+                    life.request.bytes
+                )));
+            }
+            if self.iterations[life.iteration].requests[life.index] != life.request {
+                return Err(wrong("a request is not that of its events"));
+            }
             let Some(offset) = self.iterations[life.iteration].offsets[life.index] else { continue };
             let inside = |(stream, part): &(Stream, Range<u64>)| {
                 *stream == life.request.stream
@@ -164,6 +189,31 @@ impl Script {
 pub(crate) fn temporaries(iteration: &Iteration) -> Vec<Buffer> {
     let lives = lives(&[iteration]).into_iter().filter(|life| life.planned);
     lives.map(|life| Buffer::new(life.ticks, life.request.bytes)).collect()
+}
+
+/// Checks that every free and use is of a request that was made before and is alive.
+fn check_keys(iterations: &[Iteration]) -> Result<(), NoPlan> {
+    // For each iteration, whether its requests are alive.
+    let mut alive: Vec<Vec<bool>> = Vec::new();
+    for (number, iteration) in iterations.iter().enumerate() {
+        alive.push(Vec::new());
+        for event in &iteration.events {
+            let (key, freed) = match *event {
+                Event::Allocate { .. } => {
+                    alive[number].push(true);
+                    continue;
+                }
+                Event::Free(key) => (key, true),
+                Event::Use { key, .. } => (key, false),
+            };
+            let request = number.checked_sub(key.age as usize).and_then(|made| alive[made].get_mut(key.index as usize));
+            let Some(living) = request.filter(|living| **living) else {
+                return Err(NoPlan::Check(format!("iteration {number} frees or uses a request that is not alive")));
+            };
+            *living = !freed;
+        }
+    }
+    Ok(())
 }
 
 /// Reads the lifetime of every request, in the order of requests. A tick is an event.

@@ -2,6 +2,8 @@
 //! complete, and nothing else of the allocator.
 
 use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 use gapless_testing::prelude::*;
@@ -182,6 +184,326 @@ generated! {
             }
             shadow.device.step();
         }
+    }
+
+    /// A loop with requests that stay for up to two iterations is recorded and saved. The next run plays its plan, and
+    /// some of its iterations are changed.
+    #[test]
+    fn a_saved_plan_survives_changes(
+        templates in prop::collection::vec(template(), 2..12),
+        runs in prop::collection::vec(prop::collection::vec(change(), 1..3), 6),
+    ) {
+        let folder = Folder::new("changes");
+        for changes in std::iter::once(&Vec::new()).chain(&runs) {
+            let clock = Arc::new(Mutex::new(Clock::default()));
+            let pages = SlowPages(CountedPages::new(1 << 30), clock.clone());
+            let options = Options { check: true, wait_for_plan: true, saved_plan: Some(folder.0.join("plan")) };
+            let device = Device::new(0, Box::new(pages), options).unwrap();
+            let mut shadow = Shadow { device, clock, living: Vec::new(), used: BTreeMap::new() };
+            run_loop(&mut shadow, &templates, changes)?;
+        }
+    }
+}
+
+/// A request of every iteration of a loop: its size, and when it is used on another stream and freed.
+#[derive(Debug, Clone)]
+struct Template {
+    bytes: u64,
+    stream: usize,
+    /// Iterations between the request and its free.
+    age: usize,
+    /// The free comes before the template of this number.
+    before: usize,
+    /// Another stream uses the request before its free.
+    shared: bool,
+}
+
+fn template() -> impl Strategy<Value = Template> {
+    let bytes = prop_oneof![9 => (1..4u64).prop_map(|k| k * 16_384), 1 => Just((2 << 20) + 16_384)];
+    let streams = prop_oneof![3 => Just(0usize), 1 => Just(1)];
+    (bytes, streams, 0..3usize, 0..12usize, any::<bool>()).prop_map(|(bytes, stream, age, before, shared)| Template {
+        bytes,
+        stream,
+        age,
+        before,
+        shared: shared && age > 0,
+    })
+}
+
+/// A change of one iteration.
+#[derive(Debug, Clone, Copy)]
+enum Change {
+    None,
+    /// Exchanges a request with the next one.
+    Swap,
+    LeaveOut,
+    /// Adds requests that are freed at the end of the iteration.
+    Add,
+}
+
+/// A change: iteration, kind, place. Every second one is of the first iteration, whose requests later ones free.
+fn change() -> impl Strategy<Value = (usize, Change, usize)> {
+    let iteration = prop_oneof![Just(0usize), 0..10usize];
+    let kind = prop_oneof![2 => Just(Change::Swap), 1 => Just(Change::LeaveOut), 2 => Just(Change::Add)];
+    (iteration, kind, 0..12usize)
+}
+
+/// Runs a loop. Requests are known by iteration and index, as in the recording, so that a changed iteration has the frees
+/// of the unchanged one.
+fn run_loop(
+    shadow: &mut Shadow,
+    templates: &[Template],
+    changes: &[(usize, Change, usize)],
+) -> Result<(), TestCaseError> {
+    // Addresses of the requests of each iteration.
+    let mut made: Vec<Vec<Option<u64>>> = Vec::new();
+    for iteration in 0..10 {
+        let &(_, change, at) = changes.iter().find(|change| change.0 == iteration).unwrap_or(&(0, Change::None, 0));
+        made.push(Vec::new());
+        let at = at % templates.len();
+        let mut order: Vec<usize> = (0..templates.len()).collect();
+        match change {
+            Change::Swap => order.swap(at, (at + 1) % templates.len()),
+            Change::LeaveOut => drop(order.remove(at)),
+            Change::Add | Change::None => {}
+        }
+        let mut added = Vec::new();
+        for place in 0..=templates.len() {
+            for (index, template) in templates.iter().enumerate() {
+                let before = template.before.min(templates.len());
+                let due = before == place && (template.age > 0 || index < before)
+                    || place == templates.len() && template.age == 0 && index >= before;
+                if !due || template.age > iteration {
+                    continue;
+                }
+                let slot = made[iteration - template.age].get_mut(index).and_then(Option::take);
+                if let Some(at) = slot.and_then(|address| shadow.living.iter().position(|l| l.0 == address)) {
+                    if template.shared {
+                        shadow.apply(&Op::Use(at, 2), 1)?;
+                    }
+                    shadow.apply(&Op::Free(at), 1)?;
+                }
+            }
+            if matches!(change, Change::Add) && place == at {
+                for bytes in [16_384, 32_768, 49_152, 49_152, 16_384, 2 << 20] {
+                    shadow.apply(&Op::Allocate { pages: 0, bytes, stream: 0 }, 1)?;
+                    added.extend(shadow.living.last().map(|living| living.0));
+                }
+            }
+            if let Some(&next) = order.get(place) {
+                let Template { bytes, stream, .. } = templates[next];
+                shadow.apply(&Op::Allocate { pages: 0, bytes, stream }, 1)?;
+                made[iteration].push(shadow.living.last().map(|living| living.0));
+            }
+        }
+        for address in added {
+            let at = shadow.living.iter().position(|living| living.0 == address).expect("it is alive");
+            shadow.apply(&Op::Free(at), 1)?;
+        }
+        shadow.device.step();
+    }
+    Ok(())
+}
+
+/// A folder of its own for a test, removed at the end.
+struct Folder(PathBuf);
+
+impl Folder {
+    fn new(name: &str) -> Self {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        let folder = std::env::temp_dir().join(format!("gapless-torch-{name}-{}-{number}", std::process::id()));
+        std::fs::create_dir_all(&folder).unwrap();
+        Self(folder)
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+/// A device that plays or saves the plan at `path`.
+fn with_plan(path: &Path) -> Device {
+    let options = Options { check: true, wait_for_plan: true, saved_plan: Some(path.into()) };
+    Device::new(0, Box::new(CountedPages::new(1 << 32)), options).unwrap()
+}
+
+/// One request of each size, freed in the same order, and the iteration's end.
+fn simple_iteration(device: &mut Device, sizes: &[u64]) {
+    let addresses: Vec<u64> = sizes.iter().map(|&bytes| device.allocate(bytes, 0).unwrap()).collect();
+    assert!(addresses.into_iter().all(|address| device.free(address)));
+    device.step();
+}
+
+/// A first iteration in another order changes which request an index names. Play must not be exact while the script frees
+/// requests of that iteration.
+#[test]
+fn a_request_in_another_order_is_not_mistaken() {
+    let folder = Folder::new("order");
+    for swapped in [false, true] {
+        let mut device = with_plan(&folder.0.join("plan"));
+        let sizes = if swapped { [20 << 20, 40 << 20] } else { [40 << 20, 20 << 20] };
+        let mut first = sizes.map(|bytes| device.allocate(bytes, 0).unwrap())[0];
+        device.step();
+        for _ in 0..4 {
+            device.free(first);
+            let large = device.allocate(40 << 20, 0).unwrap();
+            device.free(large);
+            first = device.allocate(4 << 20, 0).unwrap();
+            device.step();
+        }
+    }
+}
+
+/// In the repeated iteration, the use of a request two iterations old is the script's next event, but of a request that
+/// the script has planned.
+#[test]
+fn a_planned_request_that_another_stream_uses_ends_exact_play() {
+    let folder = Folder::new("use");
+    for evaluated in [false, true] {
+        let mut device = with_plan(&folder.0.join("plan"));
+        let mut batches = std::collections::VecDeque::from([device.allocate(30 << 20, 0).unwrap()]);
+        for iteration in 0..6 {
+            batches.push_back(device.allocate(20 << 20, 0).unwrap());
+            if batches.len() > 3 {
+                let batch = batches.remove(1).unwrap();
+                device.record_use(batch, 7);
+                device.free(batch);
+            }
+            if evaluated && iteration == 4 {
+                let evaluation = [(); 12].map(|()| device.allocate(19 << 20, 0).unwrap());
+                assert!(evaluation.into_iter().all(|address| device.free(address)));
+            }
+            let activations = device.allocate(50 << 20, 0).unwrap();
+            device.free(activations);
+            device.step();
+        }
+    }
+}
+
+/// Devices of one process write their plans at the same time, so their partial files differ.
+#[test]
+fn a_plan_is_written_beside_its_own_name() {
+    let folder = Folder::new("partial");
+    let mut device = with_plan(&folder.0.join("plan.1"));
+    let other = folder.0.join(format!("plan.{}.partial", std::process::id()));
+    std::fs::create_dir(&other).unwrap();
+    (0..3).for_each(|_| simple_iteration(&mut device, &[1 << 20, 2 << 20]));
+    assert!(folder.0.join("plan.1").exists(), "{:?}", device.report());
+}
+
+/// A file that is not a saved plan keeps its content.
+#[test]
+fn another_file_is_not_overwritten() {
+    let folder = Folder::new("notes");
+    let path = folder.0.join("notes.0");
+    std::fs::write(&path, "buy milk").unwrap();
+    let mut device = with_plan(&path);
+    (0..4).for_each(|_| simple_iteration(&mut device, &[1 << 20, 2 << 20]));
+    assert_eq!(std::fs::read_to_string(&path).unwrap(), "buy milk");
+    let report = device.report();
+    assert!(report.remark.as_ref().is_some_and(|remark| remark.contains("not overwritten")), "{report:?}");
+    assert_eq!(report.exact_iterations, 2);
+}
+
+/// A saved plan whose first iteration is still right is replaced when the later ones are not.
+#[test]
+fn a_stale_plan_is_replaced() {
+    let folder = Folder::new("stale");
+    let path = folder.0.join("plan");
+    for (later, exact) in [([2 << 20], 2), ([3 << 20], 3), ([3 << 20], 6)] {
+        let mut device = with_plan(&path);
+        simple_iteration(&mut device, &[1 << 20]);
+        (0..5).for_each(|_| simple_iteration(&mut device, &later));
+        let report = device.report();
+        assert!(report.exact_iterations >= exact, "{report:?}");
+    }
+}
+
+/// The report says that a plan could not be written.
+#[test]
+fn a_failed_write_is_reported() {
+    let folder = Folder::new("failed");
+    let mut device = with_plan(&folder.0.join("missing").join("plan"));
+    (0..4).for_each(|_| simple_iteration(&mut device, &[1 << 20]));
+    let report = device.report();
+    assert!(report.remark.as_ref().is_some_and(|remark| remark.contains("missing/plan")), "{report:?}");
+    assert_eq!(report.exact_iterations, 2);
+}
+
+/// A plan that cannot be used is not made again in every iteration, and leaves no remark once another one is played.
+#[test]
+fn a_plan_without_memory_is_not_made_again() {
+    let options = Options { check: true, wait_for_plan: true, saved_plan: None };
+    let mut device = Device::new(0, Box::new(CountedPages::new(64 << 20)), options).unwrap();
+    let kept = device.allocate(30 << 20, 0).unwrap();
+    // Two streams in turns: together they are planned with 60 MiB, but need 30 MiB.
+    let iteration = |device: &mut Device| {
+        for stream in [0, 7] {
+            let address = device.allocate(30 << 20, stream).unwrap();
+            device.free(address);
+        }
+        device.step();
+    };
+    let mut calls = Vec::new();
+    for _ in 0..6 {
+        iteration(&mut device);
+        calls.push(device.report().device_calls);
+    }
+    let report = device.report();
+    assert!(report.remark.as_ref().is_some_and(|remark| remark.contains("no memory")), "{report:?}");
+    assert_eq!((report.plans, calls[3]), (0, calls[5]), "{calls:?}");
+    device.free(kept);
+    (0..4).for_each(|_| simple_iteration(&mut device, &[1 << 20]));
+    assert_eq!((device.report().plans, device.report().remark), (1, None));
+}
+
+/// Sizes that no device has are refused like any other that does not fit.
+#[test]
+fn a_size_above_all_addresses_is_refused() {
+    let mut device = Device::new(0, Box::new(CountedPages::new(1 << 32)), Options::default()).unwrap();
+    let small = device.allocate(1, 0).unwrap();
+    for bytes in [u64::MAX, 1 << 63, (1 << 63) - 1, 1 << 62] {
+        let error = device.allocate(bytes, 0).unwrap_err().to_string();
+        assert!(error.contains("out of memory"), "{error}");
+    }
+    assert!(device.free(small));
+}
+
+/// Plans that would stop the job are refused with a reason, and the run goes on without them.
+#[test]
+fn a_wrong_plan_is_refused() {
+    let folder = Folder::new("wrong");
+    let path = folder.0.join("plan");
+    let mut device = with_plan(&path);
+    (0..3).for_each(|_| simple_iteration(&mut device, &[1 << 20, 2 << 20]));
+    let right: serde_json::Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    type Fault = fn(&mut serde_json::Value);
+    let faults: [(&str, Fault); 9] = [
+        ("no iterations", |script| script["iterations"] = serde_json::json!([])),
+        ("end at 0", |script| script["streams"] = serde_json::json!([])),
+        ("height", |script| script["height"] = (1u64 << 40).into()),
+        ("height", |script| {
+            script["height"] = (u64::MAX - 511).into();
+            script["streams"][0][1]["end"] = (u64::MAX - 511).into();
+        }),
+        ("stream", |script| script["streams"][0][0] = u64::MAX.into()),
+        ("events", |script| script["iterations"][0]["requests"][0]["bytes"] = 512.into()),
+        ("events", |script| script["iterations"][0]["requests"][0]["outlives"] = 9.into()),
+        ("not alive", |script| script["iterations"][0]["events"][2]["Free"]["index"] = 9.into()),
+        ("follow", |script| script["streams"][0][1]["start"] = 512.into()),
+    ];
+    for (reason, fault) in faults {
+        let mut wrong = right.clone();
+        fault(&mut wrong["script"]);
+        std::fs::write(&path, wrong.to_string()).unwrap();
+        let mut device = with_plan(&path);
+        let remark = device.report().remark.unwrap_or_default();
+        assert!(remark.contains(reason), "{reason}: {remark}");
+        (0..3).for_each(|_| simple_iteration(&mut device, &[1 << 20, 2 << 20]));
+        assert_eq!((device.report().exact_iterations, device.report().remark), (1, None), "it is replaced");
     }
 }
 

@@ -35,37 +35,47 @@ def install(plans=None, key=None, check=False):
     """Makes PyTorch use the allocator. Must be called before the first CUDA request.
 
     plans: a folder of saved plans. A plan that an earlier run saved there is played from the first request on.
-    key: what tells this job's plan from others in the folder. By default PyTorch's version, the command line and the
-        rank (the environment's RANK).
+    key: what tells this job's plan from others in the folder. By default PyTorch's version, the command line, the
+        working folder, and the environment's RANK and WORLD_SIZE.
     check: whether every request is checked against all living ones, which takes time.
 
-    Raises RuntimeError if PyTorch has already used its own allocator, and FileNotFoundError if the library is missing.
+    Raises RuntimeError if PyTorch is older than 2.3 or has already used its own allocator, and FileNotFoundError if the
+    library is missing.
     """
     global _library, _allocator
     if _library is not None:
         return
     path = os.environ.get("GAPLESS_TORCH_LIBRARY") or str(_FOLDER / "libgapless_torch.so")
     if not os.path.exists(path):
-        raise FileNotFoundError(f"{path}: build it with `cargo build --release -p gapless-torch`, or install the package with pip")
+        raise FileNotFoundError(
+            f"{path}: the library is missing. Install the package with pip, or build it with "
+            "`cargo build --release -p gapless-torch` and set GAPLESS_TORCH_LIBRARY to libgapless_torch.so"
+        )
     if check:
         os.environ["GAPLESS_TORCH_CHECK"] = "1"
     if plans is not None:
+        plans = os.path.abspath(plans)
         os.makedirs(plans, exist_ok=True)
-        os.environ["GAPLESS_TORCH_PLAN"] = os.path.join(plans, _key(key))
     library = ctypes.CDLL(path)
     library.gapless_torch_error.restype = ctypes.c_char_p
     library.gapless_torch_report.restype = ctypes.c_size_t
     library.gapless_torch_report.argtypes = [ctypes.c_char_p, ctypes.c_size_t]
     library.gapless_torch_raise_with.argtypes = [ctypes.c_void_p]
     library.gapless_torch_write_table.argtypes = [ctypes.c_int, ctypes.c_char_p]
-    library.gapless_torch_raise_with(_thrower())
+    library.gapless_torch_save_plans.argtypes = [ctypes.c_char_p]
     allocator = torch.cuda.memory.CUDAPluggableAllocator(path, "gapless_torch_alloc", "gapless_torch_free")
     inner = allocator.allocator()
+    if not hasattr(inner, "set_begin_allocate_to_pool"):
+        # Without it, a CUDA graph would record addresses that the plan gives to others.
+        raise RuntimeError(f"gapless_torch needs PyTorch 2.3 or later, and this is {torch.__version__}")
     inner.set_record_stream_fn(_address(library.gapless_torch_record_stream))
     inner.set_reset_fn(_address(library.gapless_torch_empty_cache))
-    if hasattr(inner, "set_begin_allocate_to_pool"):
-        inner.set_begin_allocate_to_pool(_address(library.gapless_torch_refuse_pool))
+    inner.set_begin_allocate_to_pool(_address(library.gapless_torch_refuse_pool))
+    library.gapless_torch_raise_with(_thrower())
     torch.cuda.memory.change_current_allocator(allocator)
+    if plans is not None:
+        # Not by the environment, which child processes inherit.
+        library.gapless_torch_save_plans(os.fsencode(os.path.join(plans, _key(key))))
     _library, _allocator = library, allocator
 
 
@@ -120,7 +130,8 @@ def _address(function):
 def _key(key):
     if key is None:
         # Not the device's name: to ask for it would initialize PyTorch's own allocator.
-        key = repr((torch.__version__, sys.argv, os.environ.get("RANK", "0")))
+        rank = [os.environ.get(name) for name in ("RANK", "WORLD_SIZE")]
+        key = repr((torch.__version__, sys.argv, os.getcwd(), rank))
     return hashlib.sha256(str(key).encode()).hexdigest()[:32]
 
 
