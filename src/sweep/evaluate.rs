@@ -124,15 +124,14 @@ impl<'a> Evaluator<'a> {
 
     /// Plans a configuration, replays it through the allocators, and returns its final row. The plan or an allocator is
     /// skipped if the configuration cannot be on its Pareto front, because a configuration that is at least as fast
-    /// takes no more bytes.
-    pub fn plan_and_replay(&self, configuration: &Configuration, mut row: Row, least: &BestKnown) -> Row {
-        let placed = match (&configuration.step, &mut row.figures) {
-            (Ok(step), Some(figures)) => self.figures(configuration, step, least, figures),
-            _ => return row,
-        };
-        match placed {
-            Ok(status) => Row { status, ..row },
-            Err(refused) => refused.row(configuration),
+    /// takes no more bytes. A step that is refused only now keeps the figures of its sketch, so that a sweep that
+    /// continues visits it in the same round.
+    pub fn plan_and_replay(&self, configuration: &Configuration, row: Row, least: &BestKnown) -> Row {
+        let (Ok(step), Some(sketched)) = (&configuration.step, &row.figures) else { return row };
+        let mut figures = sketched.clone();
+        match self.figures(configuration, step, least, &mut figures) {
+            Ok(status) => Row { status, figures: Some(figures), ..row },
+            Err(refused) => Row { figures: row.figures, ..refused.row(configuration) },
         }
     }
 

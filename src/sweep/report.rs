@@ -13,7 +13,7 @@ use serde::Serialize;
 
 use super::row::{Figures, plain};
 use super::summary::{self, Column, Fragmentation, Gain, Throughput};
-use super::{Configuration, Row, Sweep};
+use super::{Configuration, Row, Status, Sweep};
 use crate::page;
 use crate::run::{NAMES, key_of};
 use crate::step::{Origin, Step};
@@ -100,6 +100,9 @@ pub(super) fn page(sweep: &Sweep, rows: &[Row], throughput: &[Throughput]) -> St
     let mut shown = Vec::new();
     for (configuration, row) in sweep.configurations.iter().zip(rows) {
         let (Ok(step), Some(figures)) = (&configuration.step, &row.figures) else { continue };
+        if row.status == Status::Invalid {
+            continue;
+        }
         let table = table_key(step);
         tables.entry(table.clone()).or_insert_with(|| cells(step));
         shown.push(page_row(sweep, &columns, (configuration, step), row, figures, table));
@@ -159,7 +162,7 @@ fn page_row<'a>(
         schedule: step.options.pipeline.schedule.key(),
         table,
         micro_batch: figures.micro_batch,
-        fits: row.status == super::Status::Fits,
+        fits: row.status == Status::Fits,
         live: figures.live(),
         allocated: figures.allocated,
         exact: !figures.live_bytes.is_empty(),

@@ -133,6 +133,29 @@ fn eager_ranks_are_replayed_if_they_are_full() {
     assert!(page.contains("\"is_eager\":true"));
 }
 
+/// Steps that an eager framework does not have are known only when they are lowered. An interrupted sweep visits them in
+/// the same rounds.
+#[test]
+fn refused_eager_steps_do_not_shift_rounds() {
+    let text = TINY.replace("[1, 2, 3, 4]", "[2, 4]").replace("[\"none\", \"layers\"]", RECOMPUTE);
+    let sweep = Sweep::parse(&(text + "[estimate]\nlowering = \"eager\"\n")).unwrap();
+    let [whole, stopped] = [(); 2].map(|()| tempfile::tempdir().unwrap());
+    let rows = all(&sweep, whole.path(), 1).rows;
+    let refused = rows.iter().find(|row| row.why.as_deref().is_some_and(|why| why.contains("zbv"))).unwrap();
+    assert_eq!((refused.status, refused.figures.as_ref().unwrap().arena()), (Status::Invalid, None));
+    let page = fs::read_to_string(whole.path().join("report.html")).unwrap();
+    assert!(!page.contains(&refused.key));
+    let mut left = rows.len() + 14;
+    let stop = |_| {
+        left -= 1;
+        if left == 0 { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+    };
+    assert!(run(&sweep, stopped.path(), 1, stop).unwrap().is_none());
+    all(&sweep, stopped.path(), 1);
+    let [a, b] = [&whole, &stopped].map(|folder| fs::read(folder.path().join("results.jsonl")).unwrap());
+    assert!(a == b);
+}
+
 /// Two tables of one's own have a timeline each. The memory of the device is the least of all meshes, and a map is on
 /// its own rank's arena.
 #[test]
