@@ -49,9 +49,10 @@ impl Step {
         let ranks = options.mesh.expert.max(1);
         let tokens = (options.evaluation_batch() * options.sequence * ranks) as u64;
         let (top_k, experts) = (moe.router.top_k as u64, moe.router.experts);
-        let even = (tokens * top_k) as f64 / experts.max(1) as f64;
-        let capacity = moe.router.capacity.as_ref().map_or(tokens, |capacity| (capacity.factor * even).ceil() as u64);
-        let tokens = Tokens { load: self.expert_load, tokens, top_k, experts, capacity: capacity.min(tokens) };
+        let sequences = (options.evaluation_batch() * ranks) as u64;
+        let capacity =
+            moe.router.capacity(options.sequence).map_or(tokens, |(of_sequence, _)| sequences * of_sequence as u64);
+        let tokens = Tokens { load: self.expert_load, tokens, top_k, experts, capacity };
         // The counts of all experts: those of rank 0 come first.
         let graph = graph.graph();
         let table = options.pipeline.schedule.actions(&self.shape()).ok()?;
@@ -100,16 +101,27 @@ impl Tokens {
     /// The row count of every expert of a layer.
     fn of_experts(&self, micro_batch: usize, layer: &str) -> Vec<u64> {
         match self.load {
+            // The experts of rank 0 come first, and all of them are filled as long as tokens have choices left.
             ExpertLoad::Worst => {
-                (0..self.experts).map(|expert| if (expert as u64) < self.top_k { self.capacity } else { 0 }).collect()
+                let mut left = self.tokens * self.top_k;
+                let mut filled = || {
+                    let count = left.min(self.capacity);
+                    left -= count;
+                    count
+                };
+                (0..self.experts).map(|_| filled()).collect()
             }
-            ExpertLoad::Skewed(exponent) => self.drawn(micro_batch, layer, exponent),
+            // The choices beyond an expert's capacity are dropped. They do not go to other experts.
+            ExpertLoad::Skewed(exponent) => {
+                let counts = self.drawn(micro_batch, layer, exponent);
+                counts.into_iter().map(|count| count.min(self.capacity)).collect()
+            }
         }
     }
 
-    /// Draws the row count of every expert. Which experts are popular depends on the layer only, so the same experts
-    /// are popular in every micro-batch. A token chooses an expert at most once, so no expert has more rows than there
-    /// are tokens. Each count has a binomial distribution, which is approximated by a normal distribution.
+    /// Draws how many tokens choose each expert. Which experts are popular depends on the layer only, so the same experts
+    /// are popular in every micro-batch. A token chooses an expert at most once, so no count is larger than the
+    /// number of tokens. Each count has a binomial distribution, which is approximated by a normal distribution.
     fn drawn(&self, micro_batch: usize, layer: &str, exponent: f64) -> Vec<u64> {
         let of_layer = Numbers::from_seed(seed(layer));
         let mut ranking: Vec<usize> = (0..self.experts).collect();
@@ -117,16 +129,16 @@ impl Tokens {
         let weight = |place: usize| ((place + 1) as f64).powf(-exponent);
         let numbers = Numbers::from_seed(of_layer.bits(self.experts + micro_batch));
         let mut weight_left: f64 = (0..self.experts).map(weight).sum();
-        let mut left = (self.tokens * self.top_k).min(self.capacity * self.experts as u64);
+        let mut left = self.tokens * self.top_k;
         let mut counts = vec![0; self.experts];
-        // The popular experts first, so that what exceeds their capacity goes to the others.
+        // The popular experts first, so that the choices of tokens that all chose them already go to the others.
         for (place, &expert) in ranking.iter().enumerate() {
             let chance = (weight(place) / weight_left).min(1.0);
             weight_left -= weight(place);
             let mean = left as f64 * chance;
             let deviation = (mean * (1.0 - chance)).sqrt();
-            let others = self.capacity * (self.experts - 1 - place) as u64;
-            let (least, most) = (left.saturating_sub(others), left.min(self.capacity));
+            let others = self.tokens * (self.experts - 1 - place) as u64;
+            let (least, most) = (left.saturating_sub(others), left.min(self.tokens));
             let count = (mean + deviation * numbers.normal(expert)).round().max(0.0) as u64;
             counts[expert] = count.clamp(least, most);
             left -= counts[expert];
@@ -143,6 +155,7 @@ fn seed(layer: &str) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::run::RunConfig;
 
     fn tokens(load: ExpertLoad) -> Tokens {
         Tokens { load, tokens: 4096, top_k: 4, experts: 60, capacity: 4096 }
@@ -175,9 +188,32 @@ mod tests {
 
     #[test]
     fn capacities_drop_rows() {
-        let limited = |load| Tokens { capacity: 300, ..tokens(load) }.of_experts(0, "h.0");
-        assert_eq!(limited(ExpertLoad::Worst)[..5], [300, 300, 300, 300, 0]);
-        let skewed = limited(ExpertLoad::Skewed(1.0));
-        assert!(skewed.iter().all(|&count| count <= 300), "{skewed:?}");
+        let limited = |load, capacity| Tokens { capacity, ..tokens(load) }.of_experts(0, "h.0");
+        // All 15 experts of the first of four ranks are full, which is more than any other load sends to a rank.
+        let worst = limited(ExpertLoad::Worst, 300);
+        assert_eq!(worst[..15], [300; 15]);
+        assert_eq!(worst.iter().sum::<u64>(), 4 * 4096);
+        // A token has four choices, so four full experts are all that a capacity of all tokens allows.
+        assert_eq!(limited(ExpertLoad::Worst, 4096)[..5], [4096, 4096, 4096, 4096, 0]);
+        for load in [ExpertLoad::EVEN, ExpertLoad::Skewed(1.0), ExpertLoad::Skewed(4.0)] {
+            let chosen = tokens(load).of_experts(0, "h.0");
+            let skewed = limited(load, 300);
+            assert!(skewed.iter().zip(&chosen).all(|(rows, chosen)| *rows == 300.min(*chosen)), "{load}: {skewed:?}");
+            assert!(skewed.chunks(15).all(|rank| rank.iter().sum::<u64>() <= 15 * 300), "{load}: {skewed:?}");
+        }
+    }
+
+    /// A router's capacity limits the rows of each sequence, rounded up.
+    #[test]
+    fn capacities_are_those_of_sequences() {
+        let text = "model = \"moe:llama.vocabulary=64,llama.layers=1,llama.heads=2,llama.kv_heads=2,llama.width=64,\
+                    router.experts=16,router.top_k=2,router.capacity.factor=1.25,router.capacity.drop='last',expert_hidden=64\"\n\
+                    step = { batch = 8, sequence = 30 }\nmesh.expert = 4\nestimate.expert_load = 'worst'";
+        let step = Step::new(&RunConfig::parse(text, &[]).unwrap()).unwrap();
+        let rows = step.routed_rows(&step.record().unwrap(), 0).unwrap();
+        let (layer, counts) = rows.counts.first_key_value().unwrap();
+        let sequences = (step.options.evaluation_batch() * 4) as u64;
+        // 1.25 × 30 · 2 / 16 = 4.69 tokens.
+        assert_eq!(counts[0], [5 * sequences; 4], "{layer}");
     }
 }

@@ -4,6 +4,9 @@
 //! The *sure bytes* of a step are bytes that are certainly alive at the same time, so every allocator reserves at least
 //! as many. Let A be a configuration, and let B be another one that is at least as fast. If an allocator reserves no
 //! more bytes for B than the sure bytes of A, then A cannot be on the Pareto front of this allocator.
+//!
+//! Sure bytes are those of gapless's own step. If `lowering` selects an eager framework, the allocators replay other
+//! tables, to which sure bytes do not apply. Then the live bytes of these tables take their place.
 
 use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap};
@@ -104,7 +107,7 @@ impl<'a> Evaluator<'a> {
             true => Status::TooLarge,
             false
                 if self.sweep.options.plan == PlannedConfigurations::Front
-                    && least.is_dominated(configuration, sure) =>
+                    && least.is_dominated(configuration, sure, sure_of_allocators(configuration, sure)) =>
             {
                 Status::Dominated
             }
@@ -121,15 +124,14 @@ impl<'a> Evaluator<'a> {
 
     /// Plans a configuration, replays it through the allocators, and returns its final row. The plan or an allocator is
     /// skipped if the configuration cannot be on its Pareto front, because a configuration that is at least as fast
-    /// takes no more bytes.
-    pub fn plan_and_replay(&self, configuration: &Configuration, mut row: Row, least: &BestKnown) -> Row {
-        let placed = match (&configuration.step, &mut row.figures) {
-            (Ok(step), Some(figures)) => self.figures(configuration, step, least, figures),
-            _ => return row,
-        };
-        match placed {
-            Ok(status) => Row { status, ..row },
-            Err(refused) => refused.row(configuration),
+    /// takes no more bytes. A step that is refused only now keeps the figures of its sketch, so that a sweep that
+    /// continues visits it in the same round.
+    pub fn plan_and_replay(&self, configuration: &Configuration, row: Row, least: &BestKnown) -> Row {
+        let (Ok(step), Some(sketched)) = (&configuration.step, &row.figures) else { return row };
+        let mut figures = sketched.clone();
+        match self.figures(configuration, step, least, &mut figures) {
+            Ok(status) => Row { status, figures: Some(figures), ..row },
+            Err(refused) => Row { figures: row.figures, ..refused.row(configuration) },
         }
     }
 
@@ -141,6 +143,14 @@ impl<'a> Evaluator<'a> {
         figures: &mut Figures,
     ) -> Result<Status, Refused> {
         let graph = step.record()?;
+        let all = self.sweep.options.plan == PlannedConfigurations::All;
+        let eager = self.eager_tables(step, &graph)?;
+        if let Some(tables) = &eager
+            && !all
+            && least.is_dominated(configuration, figures.live(), most_alive(tables))
+        {
+            return Ok(Status::Dominated);
+        }
         let programs = programs(step, &graph)?;
         // The plan and all allocators get the same rows of experts.
         let rows: Vec<_> = (0..programs.len()).map(|rank| step.received_rows(&graph, rank)).collect();
@@ -151,23 +161,20 @@ impl<'a> Evaluator<'a> {
         if most > capacity {
             return Ok(Status::TooLarge);
         }
-        let all = self.sweep.options.plan == PlannedConfigurations::All;
         let can_be_on_front = most < least.plan(configuration);
         if all || can_be_on_front {
             plan(step, &programs, &rows, can_be_on_front, figures)?;
         }
+        let replayed = eager.unwrap_or_else(|| tables.into_iter().zip(figures.live_bytes.iter().copied()).collect());
+        let most = most_alive(&replayed);
         let kinds: Vec<Kind> =
             least.reserved.keys().copied().filter(|kind| all || most < least.reserved(configuration, *kind)).collect();
-        for (rank, (problem, &live)) in tables.into_iter().zip(&figures.live_bytes).enumerate() {
-            if kinds.is_empty() || (live as f64) < self.sweep.options.fullest * most as f64 {
+        for (problem, live) in &replayed {
+            if kinds.is_empty() || (*live as f64) < self.sweep.options.fullest * most as f64 {
                 continue;
             }
-            let problem = match step.lowering {
-                Lowering::Gapless => problem,
-                Lowering::Eager | Lowering::EagerAmp => step.eager(&graph, rank)?,
-            };
-            figures.allocated = figures.allocated.max(lower_bound(&problem));
-            for (kind, bytes) in self.reserved(&problem, &kinds) {
+            figures.allocated = figures.allocated.max(*live);
+            for (kind, bytes) in self.reserved(problem, &kinds) {
                 let most: &mut u64 = figures.reserved.entry(kind.name().to_owned()).or_default();
                 *most = bytes.max(*most);
             }
@@ -177,6 +184,20 @@ impl<'a> Evaluator<'a> {
             Some(_) => Status::TooLarge,
             None => Status::Dominated,
         })
+    }
+
+    /// Returns each rank's table under an eager framework, with its peak of live bytes. Returns `None` if `lowering`
+    /// selects no such framework, or if the sweep has no allocators to replay the tables.
+    fn eager_tables(&self, step: &Step, graph: &StepGraph) -> Result<Option<Vec<(Problem, u64)>>, EagerError> {
+        if step.lowering == Lowering::Gapless || self.sweep.allocators.is_empty() {
+            return Ok(None);
+        }
+        let with_live = |table: Problem| {
+            let live = lower_bound(&table);
+            (table, live)
+        };
+        let ranks = 0..step.options.mesh.pipeline;
+        ranks.map(|rank| step.eager(graph, rank).map(with_live)).collect::<Result<_, _>>().map(Some)
     }
 
     /// Returns the bytes that each allocator reserves for a table, from the cache where possible.
@@ -225,12 +246,12 @@ impl BestKnown {
         configuration.menus.iter().map(|&menu| self.reserved[&kind][menu]).max().unwrap_or(u64::MAX)
     }
 
-    /// True if a configuration that takes at least `bytes` bytes cannot be on any Pareto front. This is the case if in
-    /// each of its menus, the plan and every allocator take at most `bytes` bytes for configurations that are at least
-    /// as fast.
-    fn is_dominated(&self, configuration: &Configuration, bytes: u64) -> bool {
-        self.plan(configuration) <= bytes
-            && self.reserved.keys().all(|&kind| self.reserved(configuration, kind) <= bytes)
+    /// True if a configuration cannot be on any Pareto front. Its plan takes at least `planned` bytes, and every
+    /// allocator reserves at least `reserved` bytes for it. It cannot be on a front if in each of its menus, the plan
+    /// and every allocator take at most these bytes for configurations that are at least as fast.
+    fn is_dominated(&self, configuration: &Configuration, planned: u64, reserved: u64) -> bool {
+        self.plan(configuration) <= planned
+            && self.reserved.keys().all(|&kind| self.reserved(configuration, kind) <= reserved)
     }
 }
 
@@ -242,6 +263,17 @@ impl Refused {
         };
         row(configuration, status, Some(why), None)
     }
+}
+
+/// Returns a lower bound of the bytes that an allocator reserves for a configuration with these sure bytes. They bound
+/// only the tables of gapless's own step.
+fn sure_of_allocators(configuration: &Configuration, sure: u64) -> u64 {
+    configuration.step.as_ref().map_or(0, |step| if step.lowering == Lowering::Gapless { sure } else { 0 })
+}
+
+/// Returns the live bytes of the fullest table.
+fn most_alive(tables: &[(Problem, u64)]) -> u64 {
+    tables.iter().map(|(_, live)| *live).max().unwrap_or(0)
 }
 
 /// Lowers the training step of every rank. If ranks exceed their budget, the refusal names the rank that needs most.
@@ -297,6 +329,7 @@ fn plan(
         if figures.live_bytes[rank] == most {
             figures.roles = roles_at_peak(&problem, executable.labels());
             figures.map = coarse_map(&problem, &solution.offsets, executable.labels(), arena_bytes);
+            figures.map_bytes = arena_bytes;
         }
     }
     Ok(())
@@ -343,6 +376,7 @@ fn sketch(
         plans: Vec::new(),
         roles: BTreeMap::new(),
         map: Vec::new(),
+        map_bytes: 0,
         allocated: 0,
         reserved: BTreeMap::new(),
         nanoseconds: timing.nanoseconds(),

@@ -51,7 +51,7 @@ pub use self::spec::{Configuration, PlannedConfigurations, Sweep, SweepOptions};
 pub use self::store::StoreError;
 use self::store::{Store, StoredRows};
 pub use self::summary::{Fragmentation, Gain, Throughput, UnusedReserve};
-pub use self::summary::{above_bound, fragmentation, gains, throughput, unused_reserve};
+pub use self::summary::{above_bound, fragmentation, gains, of_other_commits, throughput, unused_reserve};
 use crate::step::Step;
 
 /// Number of configurations that are planned in one round. The results of earlier rounds decide which configurations a

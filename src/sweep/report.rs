@@ -13,7 +13,7 @@ use serde::Serialize;
 
 use super::row::{Figures, plain};
 use super::summary::{self, Column, Fragmentation, Gain, Throughput};
-use super::{Configuration, Row, Sweep};
+use super::{Configuration, Row, Status, Sweep};
 use crate::page;
 use crate::run::{NAMES, key_of};
 use crate::step::{Origin, Step};
@@ -28,7 +28,14 @@ struct Page<'a> {
     sweep: String,
     title: &'a str,
     device: &'a str,
+    /// Bytes that an arena may take. NCCL's buffers depend on the mesh, so it is the least of all configurations.
     capacity: u64,
+    /// True if other configurations may take more than `capacity`.
+    is_least_capacity: bool,
+    /// True if the allocators of some configurations replay the step of an eager framework.
+    is_eager: bool,
+    /// Number of rows that a build of another commit computed.
+    other_commits: usize,
     varied: &'a [String],
     allocators: Vec<&'static str>,
     /// The roles that the letters of maps stand for.
@@ -42,7 +49,9 @@ struct Page<'a> {
     gains: Vec<Gain>,
     throughput: &'a [Throughput],
     rows: Vec<PageRow<'a>>,
-    /// Table of each schedule, one string of cells per rank, keyed by `schedule ranks chunks micro-batches`.
+    /// Table of each schedule, one string of cells per rank, keyed by `schedule ranks chunks micro-batches`. The
+    /// schedule is that of [`Schedule::key`](gapless_parallel::Schedule::key), because all tables of one's own have the
+    /// same name.
     tables: BTreeMap<String, Vec<String>>,
 }
 
@@ -55,7 +64,7 @@ struct PageRow<'a> {
     /// One letter for each measure that the step takes, or `plain` if it takes none. R is recomputation, V several
     /// chunks per rank, Z data ranks, O offloading, C compression.
     class: String,
-    schedule: &'a str,
+    schedule: String,
     table: String,
     micro_batch: usize,
     fits: bool,
@@ -77,6 +86,8 @@ struct PageRow<'a> {
     roles: &'a BTreeMap<String, u64>,
     /// See [`Figures::map`].
     map: &'a [String],
+    /// See [`Figures::map_bytes`].
+    map_bytes: u64,
     ranks: &'a [u64],
     stages: &'a [[u64; 4]],
     updates: &'a [u64],
@@ -89,17 +100,28 @@ pub(super) fn page(sweep: &Sweep, rows: &[Row], throughput: &[Throughput]) -> St
     let mut shown = Vec::new();
     for (configuration, row) in sweep.configurations.iter().zip(rows) {
         let (Ok(step), Some(figures)) = (&configuration.step, &row.figures) else { continue };
+        if row.status == Status::Invalid {
+            continue;
+        }
         let table = table_key(step);
         tables.entry(table.clone()).or_insert_with(|| cells(step));
         shown.push(page_row(sweep, &columns, (configuration, step), row, figures, table));
     }
-    let first = sweep.configurations.iter().find_map(|configuration| configuration.step.as_ref().ok());
+    let steps = || sweep.configurations.iter().filter_map(|configuration| configuration.step.as_ref().ok());
+    let capacities = steps().map(Step::device_bytes);
+    let [least, most] = match sweep.options.capacity {
+        Some(capacity) => [capacity; 2],
+        None => [capacities.clone().min(), capacities.max()].map(Option::unwrap_or_default),
+    };
     let page = Page {
         origin: Origin::new(None),
         sweep: sweep.digest(),
         title: &sweep.title,
-        device: first.map_or("", |step| &step.device.name),
-        capacity: sweep.options.capacity.or(first.map(Step::device_bytes)).unwrap_or(0),
+        device: steps().next().map_or("", |step| &step.device.name),
+        capacity: least,
+        is_least_capacity: least < most,
+        is_eager: sweep.replays_eager(),
+        other_commits: summary::of_other_commits(rows),
         varied: &sweep.varied,
         allocators: columns.iter().map(|column| column.name()).collect(),
         used: columns.iter().position(|&column| column == Column::Served).unwrap_or(0),
@@ -137,10 +159,10 @@ fn page_row<'a>(
         values: sweep.varied.iter().map(|key| row.configuration.get(key).map_or_else(String::new, plain)).collect(),
         menus: &configuration.menus,
         class: class(step),
-        schedule: step.options.pipeline.schedule.name(),
+        schedule: step.options.pipeline.schedule.key(),
         table,
         micro_batch: figures.micro_batch,
-        fits: row.status == super::Status::Fits,
+        fits: row.status == Status::Fits,
         live: figures.live(),
         allocated: figures.allocated,
         exact: !figures.live_bytes.is_empty(),
@@ -153,6 +175,7 @@ fn page_row<'a>(
         tokens: figures.tokens_per_second,
         roles: &figures.roles,
         map: &figures.map,
+        map_bytes: figures.map_bytes,
         ranks: &figures.live_bytes,
         stages: &figures.stages,
         updates: &figures.updates,
@@ -176,8 +199,8 @@ fn class(step: &Step) -> String {
 
 fn table_key(step: &Step) -> String {
     let options = &step.options;
-    let (name, mesh) = (options.pipeline.schedule.name(), options.mesh);
-    format!("{name} {} {} {}", mesh.pipeline, options.pipeline.chunks, options.micro_batches)
+    let (schedule, mesh) = (options.pipeline.schedule.key(), options.mesh);
+    format!("{schedule} {} {} {}", mesh.pipeline, options.pipeline.chunks, options.micro_batches)
 }
 
 /// Each rank's cells, separated by blanks.

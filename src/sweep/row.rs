@@ -59,8 +59,8 @@ pub struct Figures {
     pub micro_batch: usize,
     /// Sure bytes, by rank: a lower bound of the bytes alive at once, computed from programs of two micro-batches.
     pub at_least: Vec<u64>,
-    /// Peak of the live bytes, by rank, with the rows of `estimate.expert_load`. No allocator can reserve less. Empty if
-    /// the step was not compiled.
+    /// Peak of the live bytes of gapless's own step, by rank, with the rows of `estimate.expert_load`. Empty if the step
+    /// was not compiled.
     pub live_bytes: Vec<u64>,
     /// Arena bytes, by rank. Empty if the step was not planned. On expert ranks, the arena includes the reserve for
     /// routed rows, which grows if the rows of `estimate.expert_load` do not fit.
@@ -79,6 +79,9 @@ pub struct Figures {
     /// step was not planned.
     #[serde(default)]
     pub map: Vec<String>,
+    /// Bytes of the arena that the map shows. It is not the largest arena if the plan of another rank is larger.
+    #[serde(default)]
+    pub map_bytes: u64,
     /// Peak of the live bytes in the tables that were replayed through allocators. If `lowering` selects an eager
     /// framework, these tables have the framework's lifetimes.
     pub allocated: u64,

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use toml::{Table, Value};
 
 use crate::run::{ConfigError, RunConfig, assign, flatten, key_of, line_of, set, text_of, value_at, with_nearest};
-use crate::step::Step;
+use crate::step::{Lowering, Step};
 
 /// Maximum number of configurations in one sweep. At this maximum, a sweep takes some hundred megabytes, and some
 /// seconds before it times the first configuration.
@@ -140,6 +140,13 @@ impl Sweep {
     /// Returns a [`ConfigError`] if the text has an invalid setting.
     pub fn parse(text: &str) -> Result<Self, ConfigError> {
         Self::assigned(text, &[])
+    }
+
+    /// True if the allocators replay the step of an eager framework in some configurations. Plans are always for
+    /// gapless's own step.
+    pub fn replays_eager(&self) -> bool {
+        let steps = self.configurations.iter().filter_map(|configuration| configuration.step.as_ref().ok());
+        !self.allocators.is_empty() && steps.into_iter().any(|step| step.lowering != Lowering::Gapless)
     }
 
     fn assigned(text: &str, assignments: &[String]) -> Result<Self, ConfigError> {

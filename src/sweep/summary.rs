@@ -5,7 +5,8 @@
 //! plan, the live bytes count as allocated, and the bytes of the arena that the step uses as reserved. What expert ranks
 //! reserve for other rows than those of the step is counted separately, because the other allocators reserve nothing
 //! for such rows. A reduction compares the wasted bytes of a plan and of an allocator, as in STAlloc's paper (arXiv
-//! 2507.16274, figure 8).
+//! 2507.16274, figure 8). If `lowering` selects an eager framework, the plan is for gapless's own step and the allocators
+//! replay the eager one, so a reduction compares two programs ([`Sweep::replays_eager`]).
 
 use gapless_allocators::Kind;
 use serde::Serialize;
@@ -80,14 +81,19 @@ pub struct Gain {
     pub without: usize,
     /// Number of budgets that a configuration fits only when planned.
     pub only_planned: usize,
+    /// Number of budgets that a configuration fits only under the allocator.
+    pub only_allocator: usize,
     /// Mean gain over these `budgets`, as a fraction of the throughput under the allocator.
     pub mean: f64,
     /// Largest gain at one of these budgets.
     pub most: f64,
     /// Budget in bytes at which the gain is largest; the smallest if there are several.
     pub most_at: u64,
-    /// If expert ranks have reserves: the mean gain if the whole arena must fit the budget.
+    /// If expert ranks have reserves: the mean gain if the whole arena must fit the budget, over `budgets_with_reserve`.
     pub mean_with_reserve: Option<f64>,
+    /// If expert ranks have reserves: the number of budgets that at least one configuration fits with its whole arena,
+    /// and at least one under the allocator.
+    pub budgets_with_reserve: Option<usize>,
 }
 
 impl Figures {
@@ -247,17 +253,21 @@ pub fn gains(sweep: &Sweep, throughput: &[Throughput]) -> Vec<Gain> {
                 budgets: 0,
                 without: 0,
                 only_planned: 0,
+                only_allocator: 0,
                 mean: 0.0,
                 most: 0.0,
                 most_at: 0,
                 mean_with_reserve: None,
+                budgets_with_reserve: None,
             };
             let mut with_reserve = Vec::new();
             for Throughput { budget, tokens_per_second } in throughput {
                 let tokens = &tokens_per_second[menu];
                 let served = tokens.get(1 + sweep.allocators.len());
-                if let (Some(_), Some(arena), Some(other)) = (served, tokens[0], tokens[at]) {
-                    with_reserve.push(arena / other - 1.0);
+                if served.is_some() {
+                    let both = tokens[0].zip(tokens[at]);
+                    with_reserve.extend(both.map(|(arena, other)| arena / other - 1.0));
+                    gain.budgets_with_reserve = Some(with_reserve.len());
                 }
                 match (*served.unwrap_or(&tokens[0]), tokens[at]) {
                     (Some(_), None) => gain.only_planned += 1,
@@ -270,7 +280,8 @@ pub fn gains(sweep: &Sweep, throughput: &[Throughput]) -> Vec<Gain> {
                             (gain.most, gain.most_at) = (part, *budget);
                         }
                     }
-                    (None, _) => {}
+                    (None, Some(_)) => gain.only_allocator += 1,
+                    (None, None) => {}
                 }
             }
             gain.mean /= gain.budgets.max(1) as f64;
@@ -294,6 +305,13 @@ pub(super) fn csv(sweep: &Sweep, rows: &[Row], throughput: &[Throughput]) -> Str
         }
     }
     text
+}
+
+/// Returns the number of rows that a build of another commit computed. A row is reused as long as the version of
+/// gapless is the same, so that no commit loses a long sweep.
+pub fn of_other_commits(rows: &[Row]) -> usize {
+    let here = Origin::new(None).commit;
+    rows.iter().filter(|row| row.origin.commit != here).count()
 }
 
 /// Returns the rows whose plan wastes at least the fraction `EXCEPTION` of its arena.

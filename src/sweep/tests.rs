@@ -6,9 +6,12 @@ use gapless_alloc::lower_bound;
 use gapless_allocators::Kind;
 use gapless_engine::compile::{Executable, table};
 use gapless_models::{Gpt, GptConfig};
+use gapless_parallel::{Shape, by_name, write_table};
 
 use super::row::Figures;
-use super::{Status, Sweep, above_bound, fragmentation, gains, run, throughput, unused_reserve};
+use super::{
+    Status, Sweep, Throughput, above_bound, fragmentation, gains, of_other_commits, run, throughput, unused_reserve,
+};
 use crate::run::RunConfig;
 use crate::step::{CostModel, Step};
 
@@ -102,6 +105,87 @@ fn fronts_are_those_of_all_plans() {
     assert_eq!(some, every);
     assert_ne!(some[0], some[1]);
     assert!(few < all, "{few} of {all}");
+    // The sure bytes of gapless's own step bound no table of an eager framework.
+    let eager = "[estimate]\nlowering = \"eager\"\n";
+    let (_, some) = fronts(eager);
+    let (_, every) = fronts(&format!("{eager}[sweep]\nplan = \"all\""));
+    assert_eq!(some, every);
+}
+
+/// Under an eager framework, the rank with whole logits is the fullest, though it is not in gapless's own step. The
+/// allocators replay the ranks that are full under the framework.
+#[test]
+fn eager_ranks_are_replayed_if_they_are_full() {
+    let text = "[step]\nmodel = \"gpt:vocabulary=4096,layers=2,heads=2,width=32\"\nbatch = 16\nsequence = 64\n\
+                pipeline_ranks = 2\nmicro_batches = 2\nlowering = \"eager\"\n[vary]\nschedule = [\"1f1b\"]\n";
+    let sweep = Sweep::parse(text).unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let results = all(&sweep, folder.path(), 1);
+    let figures = results.rows[0].figures.as_ref().unwrap();
+    let step = sweep.configurations[0].step.as_ref().unwrap();
+    let graph = step.record().unwrap();
+    let live = [0, 1].map(|rank| lower_bound(&step.eager(&graph, rank).unwrap()));
+    assert!(figures.live_bytes[1] * 10 < figures.live_bytes[0] * 9 && live[0] < live[1], "{figures:?}, {live:?}");
+    assert_eq!(figures.allocated, live[1]);
+    assert!(!figures.reserved.is_empty() && figures.reserved.values().all(|&bytes| bytes >= live[1]), "{figures:?}");
+    assert!(sweep.replays_eager());
+    let page = fs::read_to_string(folder.path().join("report.html")).unwrap();
+    assert!(page.contains("\"is_eager\":true"));
+}
+
+/// Steps that an eager framework does not have are known only when they are lowered. An interrupted sweep visits them in
+/// the same rounds.
+#[test]
+fn refused_eager_steps_do_not_shift_rounds() {
+    let text = TINY.replace("[1, 2, 3, 4]", "[2, 4]").replace("[\"none\", \"layers\"]", RECOMPUTE);
+    let sweep = Sweep::parse(&(text + "[estimate]\nlowering = \"eager\"\n")).unwrap();
+    let [whole, stopped] = [(); 2].map(|()| tempfile::tempdir().unwrap());
+    let rows = all(&sweep, whole.path(), 1).rows;
+    let refused = rows.iter().find(|row| row.why.as_deref().is_some_and(|why| why.contains("zbv"))).unwrap();
+    assert_eq!((refused.status, refused.figures.as_ref().unwrap().arena()), (Status::Invalid, None));
+    let page = fs::read_to_string(whole.path().join("report.html")).unwrap();
+    assert!(!page.contains(&refused.key));
+    let mut left = rows.len() + 14;
+    let stop = |_| {
+        left -= 1;
+        if left == 0 { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+    };
+    assert!(run(&sweep, stopped.path(), 1, stop).unwrap().is_none());
+    all(&sweep, stopped.path(), 1);
+    let [a, b] = [&whole, &stopped].map(|folder| fs::read(folder.path().join("results.jsonl")).unwrap());
+    assert!(a == b);
+}
+
+/// Two tables of one's own have a timeline each. The memory of the device is the least of all meshes, and a map is on
+/// its own rank's arena.
+#[test]
+fn a_page_tells_schedules_meshes_and_arenas_apart() {
+    let folder = tempfile::tempdir().unwrap();
+    let shape = Shape { ranks: 2, chunks: 1, micro_batches: 4 };
+    let paths = ["gpipe", "1f1b"].map(|name| {
+        let path = folder.path().join(format!("{name}.csv"));
+        fs::write(&path, write_table(&by_name(name).unwrap().table(&shape).unwrap())).unwrap();
+        path.display().to_string()
+    });
+    let text = TINY.replace("[\"1f1b\", \"gpipe\", \"zbv\"]", &format!("{paths:?}"));
+    let text = text.replace("[1, 2, 3, 4]", "[4]").replace("recompute = [\"none\", \"layers\"]", "mesh.data = [1, 2]");
+    let sweep = Sweep::parse(&(text + "[sweep]\nplan = \"all\"")).unwrap();
+    let rows = all(&sweep, folder.path(), 1).rows;
+    let page = fs::read_to_string(folder.path().join("report.html")).unwrap();
+    let data = page.split_once("id=\"data\"").and_then(|(_, rest)| rest.split_once('>')).unwrap().1;
+    let data: serde_json::Value = serde_json::from_str(data.split_once("</script>").unwrap().0).unwrap();
+    for path in &paths {
+        assert!(data["tables"].get(format!("{path} 2 1 4")).is_some(), "{}", data["tables"]);
+        assert!(data["rows"].as_array().unwrap().iter().any(|row| row["schedule"] == **path));
+    }
+    assert_eq!(data["tables"].as_object().unwrap().len(), 2);
+    let capacities = sweep.configurations.iter().map(|one| one.step.as_ref().unwrap().device_bytes());
+    assert_eq!(data["capacity"].as_u64(), capacities.clone().min());
+    assert!(capacities.clone().min() < capacities.max() && data["is_least_capacity"] == true);
+    for row in rows.iter().filter_map(|row| row.figures.as_ref()) {
+        let fullest = (0..2).rev().max_by_key(|&rank| row.live_bytes[rank]).unwrap();
+        assert_eq!(row.map_bytes, row.arena_bytes[fullest]);
+    }
 }
 
 /// Summarizes three rows: one without a plan, one for which an allocator wastes a tenth, and one that fits only when
@@ -137,7 +221,8 @@ fn rows_are_summed_up_by_allocator_and_budget() {
     assert_eq!(at(912), Some(vec![Some(3.0), None]));
     let [gain] = &gains(&sweep, &throughput)[..] else { panic!("one menu, one allocator") };
     // Budgets are multiples of 16, up to 912. No configuration fits any of them under the allocator.
-    assert_eq!((gain.budgets, gain.only_planned), (0, 20));
+    assert_eq!((gain.budgets, gain.only_planned, gain.only_allocator), (0, 20, 0));
+    assert_eq!((gain.mean_with_reserve, gain.budgets_with_reserve), (None, None));
     let figures = rows[1].figures.as_mut().unwrap();
     (figures.arena_bytes, figures.served_bytes) = (vec![1080], vec![1080]);
     assert_eq!(above_bound(&rows).len(), 1);
@@ -158,6 +243,21 @@ fn rows_are_summed_up_by_allocator_and_budget() {
     assert_eq!(last.tokens_per_second[0], [Some(2.0), Some(3.0), Some(3.0)]);
     let [gain] = &gains(&sweep, &budgets)[..] else { panic!("one menu, one allocator") };
     assert!(gain.mean_with_reserve < Some(gain.mean), "{gain:?}");
+    // A budget that only an allocator fits counts, and so does one that a plan loses with its reserve.
+    let one = |budget, arena, other, served| Throughput { budget, tokens_per_second: vec![vec![arena, other, served]] };
+    let budgets = [
+        one(1, None, Some(1.0), None),
+        one(2, None, Some(1.0), Some(2.0)),
+        one(3, Some(1.0), Some(1.0), Some(2.0)),
+        one(4, Some(1.0), None, Some(2.0)),
+    ];
+    let [gain] = &gains(&sweep, &budgets)[..] else { panic!("one menu, one allocator") };
+    assert_eq!((gain.budgets, gain.only_planned, gain.only_allocator), (2, 1, 1));
+    assert_eq!((gain.mean, gain.mean_with_reserve, gain.budgets_with_reserve), (1.0, Some(0.0), Some(1)));
+    // Rows of other commits are reused, and counted.
+    assert_eq!(of_other_commits(&rows), 0);
+    rows[0].origin.commit = Some("0123456789ab".to_owned());
+    assert_eq!(of_other_commits(&rows), 1);
 }
 
 /// The plan and the allocators get the same rows of experts, under each load. Every reduction is what its columns say.

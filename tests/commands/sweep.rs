@@ -45,6 +45,27 @@ fn a_sweep_without_a_step_that_fits_fails() {
     }
 }
 
+/// The printed lines say that the plans and the allocators of an eager sweep are for two programs.
+#[test]
+fn lines_say_what_they_compare() {
+    let folder = tempfile::tempdir().unwrap();
+    let run = |lowering: &str| {
+        let spec = format!("{STEP}batch = 4\n[estimate]\nlowering = \"{lowering}\"\n[vary]\nmicro_batches = [1, 2]\n");
+        fs::write(folder.path().join("sweep.toml"), spec).unwrap();
+        let mut command = Command::new(env!("CARGO_BIN_EXE_gapless"));
+        command.args(["sweep", "sweep.toml", "--out", "out", "--threads", "1"]).current_dir(folder.path());
+        let output = command.output().unwrap();
+        [output.stdout, output.stderr].map(|text| String::from_utf8(text).unwrap())
+    };
+    for (lowering, is_eager) in [("gapless", false), ("eager", true)] {
+        let [text, told] = run(lowering);
+        let line = text.lines().find(|line| line.starts_with("pytorch: fragmentation")).unwrap();
+        assert_eq!(line.contains("plans of gapless's own step, the allocator on the eager one"), is_eager, "{line}");
+        assert!(text.contains("budgets where only plans fit, 0 where only the allocator fits"), "{text}");
+        assert!(!told.contains("of other commits"), "{told}");
+    }
+}
+
 /// Progress is reported from the first row, and each configuration counts once.
 #[test]
 fn progress_begins_with_the_first_row() {

@@ -8,7 +8,7 @@ use std::thread::available_parallelism;
 
 use gapless::run::Stop;
 use gapless::sweep::{Progress, Results, Row, Status, Sweep, UnusedReserve};
-use gapless::sweep::{above_bound, fragmentation, gains, run as sweep, unused_reserve};
+use gapless::sweep::{above_bound, fragmentation, gains, of_other_commits, run as sweep, unused_reserve};
 use gapless_alloc::draw::Bytes;
 use indicatif::{ProgressBar, ProgressStyle};
 
@@ -124,6 +124,13 @@ fn summary(spec: &Sweep, results: &Results, arguments: &Arguments) -> anyhow::Re
             "gapless sweep: {changed} rows of results.jsonl were edited or written by another version; they were dropped, and planned again if this sweep has them"
         ));
     }
+    match of_other_commits(rows) {
+        0 => {}
+        others => tell(format_args!(
+            "gapless sweep: {others} of {} rows are of other commits; results.csv names the commit of each. Use another folder to compute all with this build",
+            rows.len()
+        )),
+    }
     let count = |status| rows.iter().filter(|row| row.status == status).count();
     let best =
         rows.iter().filter(|row| row.status == Status::Fits).filter_map(|row| Some((row, row.figures.as_ref()?)));
@@ -153,10 +160,14 @@ fn summary(spec: &Sweep, results: &Results, arguments: &Arguments) -> anyhow::Re
 /// that exceed their lower bound.
 fn allocators(out: &mut dyn std::io::Write, spec: &Sweep, results: &Results) -> std::io::Result<()> {
     let Results { rows, throughput, .. } = results;
+    let programs = match spec.replays_eager() {
+        true => " (plans of gapless's own step, the allocator on the eager one)",
+        false => "",
+    };
     for waste in fragmentation(spec, rows) {
         writeln!(
             out,
-            "{}: fragmentation {:.2} % on average over {} configurations, {:.2} % at most; plans {:.3} %; wasted {:.3} GiB in all, by plans {:.3} GiB, {}",
+            "{}: fragmentation {:.2} % on average over {} configurations, {:.2} % at most; plans {:.3} %; wasted {:.3} GiB in all, by plans {:.3} GiB, {}{programs}",
             waste.allocator,
             100.0 * waste.mean,
             waste.configurations,
@@ -175,9 +186,15 @@ fn allocators(out: &mut dyn std::io::Write, spec: &Sweep, results: &Results) -> 
         )?;
     }
     for gain in gains(spec, throughput) {
+        let with_reserve = gain.budgets_with_reserve.map_or_else(String::new, |budgets| {
+            let mean = 100.0 * gain.mean_with_reserve.unwrap_or_default();
+            format!(
+                "; if the reserve for other rows must fit too, {mean:.1} % faster on average over the {budgets} budgets where both fit"
+            )
+        });
         writeln!(
             out,
-            "{}, menu {}: plans are {:.1} % faster on average over {} budgets ({} without a gain), {:.1} % at most; {} budgets where only plans fit{}",
+            "{}, menu {}: plans are {:.1} % faster on average over {} budgets ({} without a gain), {:.1} % at most; {} budgets where only plans fit, {} where only the allocator fits{with_reserve}",
             gain.allocator,
             gain.menu,
             100.0 * gain.mean,
@@ -185,10 +202,7 @@ fn allocators(out: &mut dyn std::io::Write, spec: &Sweep, results: &Results) -> 
             gain.without,
             100.0 * gain.most,
             gain.only_planned,
-            gain.mean_with_reserve.map_or_else(String::new, |mean| format!(
-                "; if the reserve for other rows must fit too, {:.1} % faster on average",
-                100.0 * mean
-            ))
+            gain.only_allocator,
         )?;
     }
     let above = above_bound(rows);

@@ -9,8 +9,8 @@ pub enum ExpertLoad {
     /// `skewed:A`: in each layer, the n-th most popular expert is chosen n^−A times as often as the most popular one.
     /// `even` is `skewed:0`, where every expert has the same chance.
     Skewed(f64),
-    /// `worst`: every token of every expert rank chooses as many experts of one rank as it can, and always the same
-    /// ones. No routing sends more rows to a rank.
+    /// `worst`: every token of every expert rank chooses experts of one rank, and always the same ones, up to their
+    /// capacity. No routing sends more rows to a rank.
     Worst,
 }
 

@@ -56,9 +56,10 @@ function figures() {
   const fastest = fits.reduce(faster, null);
   const gap = Math.max(...planned.map((row) => used(row) / row.live), 1);
   const all = [
-    ["device", data.device], ["memory", gib(data.capacity)], ["configurations", rows.length], ["fit", fits.length], ["planned", planned.length],
+    ["device", data.device], [data.is_least_capacity ? "memory, least of all meshes" : "memory", gib(data.capacity)], ["configurations", rows.length], ["fit", fits.length], ["planned", planned.length],
     ["fastest", fastest ? timeText(fastest) : "–"], ["largest gap of a plan", ((gap - 1) * 100).toFixed(3) + " %"],
   ];
+  if (data.other_commits) all.push(["rows of other commits", data.other_commits]);
   const list = document.getElementById("figures");
   list.replaceChildren();
   for (const [name, value] of all) {
@@ -223,6 +224,7 @@ function fragmentation() {
     of.allocator, of.configurations, percent(of.mean), percent(of.most), percent(of.planned, 3), gib(of.wasted_bytes), gib(of.planned_wasted_bytes),
     percent(of.reduction, 1),
   ];
+  document.querySelector("#fragmentation .eager").hidden = !data.is_eager;
   table(document.querySelector("#fragmentation .table"), head, data.fragmentation.map(line));
   const above = planned.filter((row) => data.above.includes(row.key)).sort((a, b) => used(b) / b.live - used(a) / a.live);
   const list = document.querySelector("#fragmentation details");
@@ -247,10 +249,16 @@ function throughput() {
   legend(at, [...allocators(), ...data.menus.map((name, which) => [`menu ${name}`, "var(--quiet)", dashes(which)])]);
   const budgets = data.throughput.flatMap((of) => data.menus.map((name, which) => [of.budget, name, ...of.tokens_per_second[which]]));
   save(document.querySelector("#throughput .plot"), at, "throughput", ["budget_bytes", "menu", ...data.allocators], budgets);
-  const head = ["allocator", "menu", "budgets", "of these without a gain", "budgets where only plans fit", "gain, mean", "gain, maximum"];
-  const line = (of) => [
-    of.allocator, of.menu, of.budgets, of.without, of.only_planned, percent(of.mean, 1), percent(of.most, 1) + (of.most > 0 ? ` at ${gib(of.most_at)}` : ""),
+  const head = [
+    "allocator", "menu", "budgets", "of these without a gain", "budgets where only plans fit", "budgets where only the allocator fits", "gain, mean", "gain, maximum",
+    ...(data.used ? ["budgets with the reserve", "gain with the reserve, mean"] : []),
   ];
+  const withReserve = (of) => [of.budgets_with_reserve, of.mean_with_reserve === null ? "–" : percent(of.mean_with_reserve, 1)];
+  const line = (of) => [
+    of.allocator, of.menu, of.budgets, of.without, of.only_planned, of.only_allocator,
+    percent(of.mean, 1), percent(of.most, 1) + (of.most > 0 ? ` at ${gib(of.most_at)}` : ""), ...(data.used ? withReserve(of) : []),
+  ];
+  document.querySelector("#throughput .reserve").hidden = !data.used;
   table(document.querySelector("#throughput .table"), head, data.gains.map(line));
 }
 
@@ -323,11 +331,12 @@ function choose(row) {
   box.scrollIntoView({ block: "nearest" });
 }
 
-// The coarse memory map of the fullest rank's plan: time across, the arena from bottom to top.
+// The coarse memory map of the plan of the rank with most live bytes: time across, the arena from bottom to top.
 function memoryMap(box, row) {
-  const arena = row.reserved[0];
+  // Rows of earlier builds do not have the arena of the map.
+  const arena = row.map_bytes || row.reserved[0];
   const at = plot(box, {
-    x: { from: 0, to: row.map.length, name: "memory map of the fullest rank: time of the step" },
+    x: { from: 0, to: row.map.length, name: "memory map of the rank with most live bytes: time of the step" },
     y: { from: 0, to: arena / GIB, name: "offset, GiB" },
     names: [],
   });

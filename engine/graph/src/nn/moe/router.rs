@@ -148,7 +148,7 @@ impl RouterConfig {
 
     /// Returns the maximum number of rows that an expert takes from a sequence of `tokens` tokens, and the rule that
     /// decides which rows are dropped beyond this number. Returns `None` if there is no limit.
-    fn capacity(&self, tokens: usize) -> Option<(usize, DropPolicy)> {
+    pub fn capacity(&self, tokens: usize) -> Option<(usize, DropPolicy)> {
         let Capacity { factor, drop } = self.capacity?;
         let even = (tokens * self.top_k) as f64 / self.experts as f64;
         // Without the last factor, a rounding error could make `ceil` return one row too many if the exact product is
