@@ -270,6 +270,7 @@ const CARD: &str = "name = 'mine'\nmemory = 335544320\nreserve = 20971520\nf32_f
 fn ask(arguments: &str) -> (Option<i32>, String, String) {
     let folder = tempfile::tempdir().unwrap();
     fs::write(folder.path().join("card.toml"), CARD).unwrap();
+    fs::write(folder.path().join("context.toml"), format!("{CARD}context = 7340032\nneighbor = 3145728\n")).unwrap();
     let mut command = Command::new(env!("CARGO_BIN_EXE_gapless"));
     command.args(["plan", "--model", "small"]).args(arguments.split(' ')).current_dir(folder.path());
     for (flag, value) in [("--sequence", "128"), ("--precision", "bf16"), ("--device", "cuda")] {
@@ -287,11 +288,18 @@ fn a_device_or_a_budget_is_a_question() {
     for (arguments, code, answer, told) in [
         ("--batch 4 --profile t4", 0, "fits: yes, ", "t4 has compute capability 7.5"),
         ("--batch 4 --profile card.toml", 0, " of the 300 MiB of mine (320 MiB less 20 MiB outside the arena)", ""),
-        ("--batch 4 --profile card.toml", 0, "\noutside the arena: reserve of the profile 20 MiB\n", ""),
+        ("--batch 4 --profile card.toml", 0, "\noutside the arena: reserve 20 MiB (from the profile mine)\n", ""),
         (
             "--batch 4 --profile h200",
             0,
-            "\noutside the arena: CUDA context 529 MiB, kernels 6 MiB, cuBLASLt nothing",
+            "\noutside the arena: CUDA context 529 MiB (measured on an H200, scaled by multiprocessors); kernels 6 MiB",
+            "",
+        ),
+        (
+            "--batch 4 --profile context.toml --pipeline-ranks 2",
+            0,
+            "CUDA context 7 MiB (from the profile mine); cuBLASLt nothing (its workspace is planned \
+             as a part of the arena); NCCL 3 MiB (from the profile mine); reserve 20 MiB",
             "",
         ),
         ("--batch 4 --profile h200 --pipeline-ranks 2", 0, "; NCCL 384 MiB (reported for H100s", ""),
