@@ -115,6 +115,8 @@ fn the_documentation_names_every_field() {
     for (documented, arguments) in [
         (plan, format!("plan {dense} --profile h100 --offload gelu --recompute layers --planning 1000 --json")),
         (plan, format!("plan {mixture} --budget 1GiB --curve 2 --json")),
+        (plan, "plan --model small --batch 4 --sequence 32 --ranks 2 --json".to_owned()),
+        (plan, "plan --model small --batch 4 --sequence 32 --budget 1GiB --largest-batch --json".to_owned()),
         (compare, format!("compare {dense} --allocators gapless,pytorch --planning 1000 --json")),
         (compare, format!("compare {mixture} --expert-load worst --smallest-device --json")),
         (compare, format!("compare {dense} --allocators pytorch --capacity 1MiB --json")),
