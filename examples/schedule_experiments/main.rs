@@ -58,6 +58,10 @@ struct Row {
     /// The number of tensor-parallel ranks. The model has the extents of one of them.
     #[serde(default = "one")]
     tensor: u64,
+    /// True if a part of the step that changes the efficiency is not modelled. The table has the paper's efficiencies in
+    /// parentheses then.
+    #[serde(default)]
+    only_bytes: bool,
     run: toml::Table,
 }
 
@@ -126,7 +130,7 @@ fn main() -> Result<()> {
     for row in rows()?.iter().filter(is_chosen) {
         let facts = facts(&row.name)?;
         for measured in measure(row, args.vary_lengths).with_context(|| row.name.clone())? {
-            let line = line(&measured, &facts);
+            let line = line(&measured, row, &facts);
             match &page {
                 Some(page) if page.lines().any(|known| known == line) => {}
                 Some(_) => {
@@ -157,7 +161,8 @@ fn rows() -> Result<Vec<Row>> {
 /// measured once for each load of its experts.
 fn measure(row: &Row, vary_lengths: bool) -> Result<Vec<Measured>> {
     let mut step = Step::new(&RunConfig::parse(&row.run.to_string(), &[])?)?;
-    step.options.pipeline.cut = equal_stages(&step);
+    // As in Megatron.
+    step.options.pipeline.cut = StagePartition::Equal;
     let graph = step.record()?;
     let rank = step.ranks[0];
     let executable = step.plan(&step.program(&graph, rank)?)?;
@@ -226,17 +231,6 @@ fn whole(problem: &Problem) -> Lifetime {
     problem.buffers().iter().map(|buffer| buffer.lifetime.start).min().unwrap_or(0)..problem.end()
 }
 
-/// Returns a partition into stages with the same number of layers, as in Megatron.
-fn equal_stages(step: &Step) -> StagePartition {
-    let stages = step.options.stages();
-    let (prefix, layers) = match step.architecture() {
-        Architecture::Gpt(gpt) => ("h", gpt.layers),
-        Architecture::Llama(llama) => ("model.layers", llama.layers),
-        Architecture::Moe(moe) => ("model.layers", moe.llama.layers),
-    };
-    StagePartition::Before((1..stages).map(|stage| format!("{prefix}.{}", stage * layers / stages)).collect())
-}
-
 fn outcome(entry: &Entry) -> Outcome {
     let report = entry.outcome.as_ref().ok();
     Outcome {
@@ -289,15 +283,18 @@ const HEAD: &str = "\
 |---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|";
 
 /// Returns a line of the table of docs/experiments.md.
-fn line(measured: &Measured, facts: &[Fact]) -> String {
+fn line(measured: &Measured, row: &Row, facts: &[Fact]) -> String {
     let said = |allocator: &str, figure: &str| {
         let found = facts.iter().find(|fact| fact.allocator == allocator && fact.figure == figure);
         found.map_or_else(String::new, |fact| fact.range.clone())
     };
     // Some papers give the wasted part instead of the efficiency.
-    let paper = |allocator: &str| match said(allocator, "fragmentation").parse::<f64>() {
-        Ok(wasted) => format!("{:.1}", 100.0 - wasted),
-        Err(_) => said(allocator, "efficiency"),
+    let paper = |allocator: &str| {
+        let efficiency = match said(allocator, "fragmentation").parse::<f64>() {
+            Ok(wasted) => format!("{:.1}", 100.0 - wasted),
+            Err(_) => said(allocator, "efficiency"),
+        };
+        if row.only_bytes && !efficiency.is_empty() { format!("({efficiency})") } else { efficiency }
     };
     let of = |name: &str| measured.eager.iter().find(|outcome| outcome.name == name).expect("all are measured");
     let percent = |outcome: &Outcome| outcome.efficiency().map_or("out of memory".into(), |part| format!("{part:.1}"));
@@ -403,10 +400,13 @@ mod tests {
             let facts = facts(&row.name).unwrap();
             // Every row is on the page, with the papers' results.
             let name = format!("| {}", row.name);
-            assert!(page.lines().any(|line| line.starts_with(&name)), "{} is missing", row.name);
+            let first = page.lines().find(|line| line.starts_with(&name));
+            let first = first.unwrap_or_else(|| panic!("{} is missing", row.name));
+            let is_marked = facts.iter().any(|fact| first.contains(&format!(" ({}) |", fact.range)));
+            assert_eq!(is_marked, row.only_bytes, "{first}");
             if is_slow || ["GPT-2 345M, R", "OPT-1.3B, LoRA and R, batch 1"].contains(&&*row.name) {
                 for measured in measure(&row, false).unwrap() {
-                    let line = line(&measured, &facts);
+                    let line = line(&measured, &row, &facts);
                     assert!(page.lines().any(|known| known == line), "the page has another line than\n{line}");
                 }
             }

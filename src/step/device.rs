@@ -7,6 +7,7 @@ use gapless_engine::compile::{Instr, InstrKind};
 use gapless_parallel::{Mesh, Rates};
 use serde::{Deserialize, Serialize};
 
+use super::fits::OverheadSources;
 use super::{ConfigError, Overheads, Precision, cards, machine};
 use crate::run::{EstimateConfig, RunConfig};
 
@@ -55,7 +56,8 @@ pub struct DeviceProfile {
     /// Bandwidth of the link to the host's memory that copies reach: bytes per second, in one direction.
     #[serde(default = "usual_host")]
     pub host: f64,
-    /// Bandwidth that the offload file reaches: bytes written or read per second.
+    /// Bandwidth that the offload file reaches: bytes written or read per second. In a profile of a GPU, this is the rate
+    /// of a disk. On this machine, it is the measured rate of a file of 64 MiB, which usually is that of the page cache.
     #[serde(default = "usual_disk")]
     pub disk: f64,
 }
@@ -123,7 +125,14 @@ impl DeviceProfile {
             cublaslt_bytes: 0,
             nccl_bytes: neighbors(mesh) * self.neighbor,
             other_bytes: self.reserve,
+            sources: OverheadSources::new(&self.name, self.has_built_in_overheads()),
         }
+    }
+
+    /// True if the overheads are those of the built-in profile of this name. A profile of one's own may have its name.
+    fn has_built_in_overheads(&self) -> bool {
+        let overheads = |profile: &Self| (profile.context, profile.kernels, profile.neighbor);
+        Self::known().iter().any(|known| known.name == self.name && overheads(known) == overheads(self))
     }
 
     /// True if the device is this machine's CPU, on which each operation is timed.

@@ -23,7 +23,7 @@ pub struct Limit {
 }
 
 /// The memory of a device that no arena of a rank can use.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub struct Overheads {
     /// The CUDA context, in bytes.
     pub context_bytes: u64,
@@ -35,12 +35,45 @@ pub struct Overheads {
     pub nccl_bytes: u64,
     /// Bytes that the profile reserves for other reasons.
     pub other_bytes: u64,
+    /// The sources of these numbers; empty for a budget.
+    pub sources: OverheadSources,
+}
+
+/// The source of each of the [`Overheads`].
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
+pub struct OverheadSources {
+    /// The source of the CUDA context's bytes.
+    pub context: String,
+    /// The source of the kernels' bytes.
+    pub kernels: String,
+    /// The source of cuBLASLt's bytes.
+    pub cublaslt: String,
+    /// The source of NCCL's bytes.
+    pub nccl: String,
+    /// The source of the other bytes.
+    pub other: String,
+}
+
+impl OverheadSources {
+    /// Returns the sources of a profile. The values of a profile of one's own are its author's.
+    pub(super) fn new(profile: &str, is_built_in: bool) -> Self {
+        let of_profile = format!("from the profile {profile}");
+        let source = |text: &str| if is_built_in { text.to_owned() } else { of_profile.clone() };
+        Self {
+            context: source("measured on an H200, scaled by multiprocessors"),
+            kernels: source("measured on an H200"),
+            // cuBLASLt's workspace is planned on every GPU.
+            cublaslt: "its workspace is planned as a part of the arena".to_owned(),
+            nccl: source("reported for H100s, scaled by the link"),
+            other: of_profile.clone(),
+        }
+    }
 }
 
 impl Overheads {
     /// Returns the sum.
     pub fn bytes(&self) -> u64 {
-        let Self { context_bytes, kernels_bytes, cublaslt_bytes, nccl_bytes, other_bytes } = self;
+        let Self { context_bytes, kernels_bytes, cublaslt_bytes, nccl_bytes, other_bytes, sources: _ } = self;
         context_bytes + kernels_bytes + cublaslt_bytes + nccl_bytes + other_bytes
     }
 }
@@ -48,20 +81,20 @@ impl Overheads {
 /// Writes each overhead with its source.
 impl fmt::Display for Overheads {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { context_bytes, kernels_bytes, cublaslt_bytes: _, nccl_bytes, other_bytes } = *self;
+        let Self { context_bytes, kernels_bytes, cublaslt_bytes, nccl_bytes, other_bytes, sources } = self;
         let mut parts = Vec::new();
-        if context_bytes + kernels_bytes > 0 {
-            parts.push(format!(
-                "CUDA context {}, kernels {}, cuBLASLt nothing, as its workspace is planned (measured on an H200; the context is scaled by multiprocessors)",
-                Bytes(context_bytes),
-                Bytes(kernels_bytes)
-            ));
-        }
-        if nccl_bytes > 0 {
-            parts.push(format!("NCCL {} (reported for H100s, scaled by the link)", Bytes(nccl_bytes)));
-        }
-        if other_bytes > 0 {
-            parts.push(format!("reserve of the profile {}", Bytes(other_bytes)));
+        for (name, bytes, source) in [
+            ("CUDA context", *context_bytes, &sources.context),
+            ("kernels", *kernels_bytes, &sources.kernels),
+            ("cuBLASLt", *cublaslt_bytes, &sources.cublaslt),
+            ("NCCL", *nccl_bytes, &sources.nccl),
+            ("reserve", *other_bytes, &sources.other),
+        ] {
+            if bytes > 0 {
+                parts.push(format!("{name} {} ({source})", Bytes(bytes)));
+            } else if name == "cuBLASLt" && context_bytes + kernels_bytes > 0 {
+                parts.push(format!("{name} nothing ({source})"));
+            }
         }
         write!(f, "outside the arena: {}", parts.join("; "))
     }
@@ -197,16 +230,22 @@ mod tests {
 
     #[test]
     fn answers_can_be_read() {
-        let overheads =
-            Overheads { context_bytes: 506 << 20, kernels_bytes: 6 << 20, nccl_bytes: 1 << 29, ..Overheads::default() };
-        let card = |bytes| Limit { bytes, device: Some("h100".into()), overheads };
+        let overheads = Overheads {
+            context_bytes: 506 << 20,
+            kernels_bytes: 6 << 20,
+            nccl_bytes: 1 << 29,
+            sources: OverheadSources::new("h100", true),
+            ..Overheads::default()
+        };
+        let card = |bytes| Limit { bytes, device: Some("h100".into()), overheads: overheads.clone() };
         let mesh = Mesh { data: 2, pipeline: 3, expert: 2 };
         let fits = Fits::new(mesh, &[3 << 30, 5 << 30, 4 << 30], card(6 << 30));
         assert_eq!(
             fits.to_string(),
             "fits: yes, 1 GiB spare: rank 2 takes 5 GiB of the 6 GiB of h100 (7 GiB less 1 GiB outside the arena)\n\
-             outside the arena: CUDA context 506 MiB, kernels 6 MiB, cuBLASLt nothing, as its workspace is planned (measured on an H200; the \
-             context is scaled by multiprocessors); NCCL 512 MiB (reported for H100s, scaled by the link)"
+             outside the arena: CUDA context 506 MiB (measured on an H200, scaled by multiprocessors); kernels 6 MiB (measured on an \
+             H200); cuBLASLt nothing (its workspace is planned as a part of the arena); NCCL 512 MiB (reported for H100s, scaled by \
+             the link)"
         );
         let budget = Limit { bytes: 1 << 20, device: None, overheads: Overheads::default() };
         let fits = Fits::new(Mesh::default(), &[3 << 20], budget);

@@ -178,7 +178,8 @@ pub(super) fn profile() -> DeviceProfile {
 }
 
 /// Returns the bytes per second that the offload file reaches in this folder, written and read as a step does. The rate
-/// of a folder is measured on first use, with a file of 64 MiB that has no name.
+/// of a folder is measured on first use, with a file of 64 MiB that has no name. Like a step, the measurement does not
+/// wait for the disk. So the rate usually is that of the page cache.
 ///
 /// # Errors
 /// Returns the runtime's message if the file cannot be created, written or read.

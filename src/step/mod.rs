@@ -45,7 +45,7 @@ pub use device::{CostModel, DeviceProfile, UnknownDevice};
 pub use eager::{EagerError, ExpertRows};
 pub use estimate::{Estimate, estimate};
 pub use expert_rows::RoutedRows;
-pub use fits::{Fits, Limit, Overheads};
+pub use fits::{Fits, Limit, OverheadSources, Overheads};
 pub use machine::ThisMachine;
 pub use origin::Origin;
 pub use planned::Step;

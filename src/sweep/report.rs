@@ -74,8 +74,8 @@ struct PageRow<'a> {
     /// True if the live bytes are exact; false if only the sure bytes are known.
     exact: bool,
     /// Bytes reserved by the plan, then by each allocator, and then the bytes of the arena that the step uses if these
-    /// are fewer. They are in the order of `allocators`. An element is null if the
-    /// step was not planned, or was not replayed through the allocator.
+    /// are fewer. They are in the order of `allocators`. An element is null if the step was not planned, or was not
+    /// replayed through the allocator.
     reserved: Vec<Option<u64>>,
     formula: u64,
     megatron: u64,

@@ -135,7 +135,8 @@ impl Figures {
 pub(super) fn csv(sweep: &Sweep, rows: &[Row]) -> String {
     let mut head: Vec<String> = sweep.varied.clone();
     head.extend(
-        ["status", "micro_batch", "sure_bytes", "live_bytes", "arena_bytes", "served_bytes"].map(str::to_owned),
+        ["status", "micro_batch", "sure_bytes", "live_bytes", "arena_bytes", "served_bytes", "reserve_grown_to"]
+            .map(str::to_owned),
     );
     head.push("replayed_live_bytes".to_owned());
     head.extend(sweep.allocators.iter().map(|kind| format!("{kind}_bytes")));
@@ -157,6 +158,8 @@ pub(super) fn csv(sweep: &Sweep, rows: &[Row]) -> String {
         fields.push(number(figures.and_then(|figures| figures.live_bytes.iter().max().copied())));
         fields.push(number(figures.and_then(Figures::arena)));
         fields.push(number(figures.and_then(Figures::served)));
+        let grown_to = figures.and_then(|figures| figures.reserve_grown_to);
+        fields.push(grown_to.map_or_else(String::new, |factor| factor.to_string()));
         fields.push(number(figures.map(|figures| figures.allocated).filter(|&bytes| bytes > 0)));
         fields.extend(
             sweep

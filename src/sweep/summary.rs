@@ -98,7 +98,8 @@ pub struct Gain {
 
 impl Figures {
     /// Returns the reserved bytes and the live bytes at the peak of an allocator. If `kind` is `None`, returns the bytes
-    /// of the arena that the step uses, and the live bytes of the plan. The result is `None` if the step was not planned, or was not replayed through the allocator.
+    /// of the arena that the step uses, and the live bytes of the plan. The result is `None` if the step was not planned,
+    /// or was not replayed through the allocator.
     fn reserved_and_allocated(&self, kind: Option<Kind>) -> Option<(u64, u64)> {
         match kind {
             None => Some((self.served()?, self.live())),

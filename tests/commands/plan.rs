@@ -262,6 +262,19 @@ fn a_step_is_planned_within_its_budget_or_refused() {
     }
 }
 
+/// Each overhead has a source. That of a profile of one's own is the profile, even if it has the name of a built-in one.
+#[test]
+fn overheads_name_their_sources() {
+    let source = |profile: &str| {
+        let (_, out, err) = ask(&format!("--batch 4 --planning 1000 --json --profile {profile}"));
+        let json: serde_json::Value = serde_json::from_str(&out).unwrap_or_else(|_| panic!("{out}{err}"));
+        json["fits"]["limit"]["overheads"]["sources"]["context"].as_str().unwrap().to_owned()
+    };
+    assert_eq!(source("h200"), "measured on an H200, scaled by multiprocessors");
+    assert_eq!(source("context.toml"), "from the profile mine");
+    assert_eq!(source("renamed.toml"), "from the profile h200");
+}
+
 /// A device with little memory, so that small steps do not fit.
 const CARD: &str = "name = 'mine'\nmemory = 335544320\nreserve = 20971520\nf32_flops = 1e12\nbf16_flops = 1e13\nproducts = 0.8\n\
     attention = 0.6\nbytes = 1e11\nlaunch = 2e-6\nlink = 1e10\nlatency = 1e-5\noverlap = 0.5\n";
@@ -270,6 +283,9 @@ const CARD: &str = "name = 'mine'\nmemory = 335544320\nreserve = 20971520\nf32_f
 fn ask(arguments: &str) -> (Option<i32>, String, String) {
     let folder = tempfile::tempdir().unwrap();
     fs::write(folder.path().join("card.toml"), CARD).unwrap();
+    let context = format!("{CARD}context = 7340032\nneighbor = 3145728\n");
+    fs::write(folder.path().join("renamed.toml"), context.replace("mine", "h200")).unwrap();
+    fs::write(folder.path().join("context.toml"), context).unwrap();
     let mut command = Command::new(env!("CARGO_BIN_EXE_gapless"));
     command.args(["plan", "--model", "small"]).args(arguments.split(' ')).current_dir(folder.path());
     for (flag, value) in [("--sequence", "128"), ("--precision", "bf16"), ("--device", "cuda")] {
@@ -287,11 +303,18 @@ fn a_device_or_a_budget_is_a_question() {
     for (arguments, code, answer, told) in [
         ("--batch 4 --profile t4", 0, "fits: yes, ", "t4 has compute capability 7.5"),
         ("--batch 4 --profile card.toml", 0, " of the 300 MiB of mine (320 MiB less 20 MiB outside the arena)", ""),
-        ("--batch 4 --profile card.toml", 0, "\noutside the arena: reserve of the profile 20 MiB\n", ""),
+        ("--batch 4 --profile card.toml", 0, "\noutside the arena: reserve 20 MiB (from the profile mine)\n", ""),
         (
             "--batch 4 --profile h200",
             0,
-            "\noutside the arena: CUDA context 529 MiB, kernels 6 MiB, cuBLASLt nothing",
+            "\noutside the arena: CUDA context 529 MiB (measured on an H200, scaled by multiprocessors); kernels 6 MiB",
+            "",
+        ),
+        (
+            "--batch 4 --profile context.toml --pipeline-ranks 2",
+            0,
+            "CUDA context 7 MiB (from the profile mine); cuBLASLt nothing (its workspace is planned \
+             as a part of the arena); NCCL 3 MiB (from the profile mine); reserve 20 MiB",
             "",
         ),
         ("--batch 4 --profile h200 --pipeline-ranks 2", 0, "; NCCL 384 MiB (reported for H100s", ""),
@@ -459,8 +482,15 @@ fn offloading_takes_time() {
     let bytes = 2.0 * offloaded["host_bytes"].as_f64().unwrap();
     let expected = 1e3 * bytes * (1.0 / (0.8 * 64e9) + 1.0 / (0.8 * 8e9));
     assert!((ms(&offloaded, "offload_ms") / expected - 1.0).abs() < 1e-3, "{offloaded} {expected}");
+    // The share is that of the rank's time, and that of recomputation is relative to the other time.
     let (_, out, _) = ask("--batch 8 --planning 100000 --offload gelu");
-    assert!(out.contains("during which nothing is computed"), "{out}");
+    let share = 100.0 * ms(&offloaded, "offload_ms") / ms(&offloaded, "rank_ms");
+    let words = format!("({share:.2} % of the rank's time), during which nothing is computed");
+    assert!(out.contains(&words), "{words}: {out}");
+    assert!(out.contains("recomputed: 0.00 % on top of the other time"), "{out}");
+    let (_, out, _) = ask("--batch 8 --planning 100000 --curve 2");
+    let head = out.lines().find(|line| line.split_whitespace().eq(["budget", "arena", "busy", "overhead"]));
+    assert!(head.is_some(), "{out}");
 }
 
 /// Stages are cut equally, or at layers, in every command.

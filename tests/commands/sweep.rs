@@ -9,6 +9,9 @@ use serde_json::Value;
 const STEP: &str =
     "model = \"gpt:vocabulary=64,layers=4,heads=2,width=32\"\n[mesh]\npipeline = 2\n[step]\nsequence = 16\n";
 
+/// A mixture of experts.
+const MIXTURE: &str = "moe:llama.vocabulary=64,llama.layers=2,llama.heads=2,llama.kv_heads=2,llama.width=64,router.experts=8,router.top_k=2,expert_hidden=64";
+
 fn sweep(spec: &str) -> Output {
     let folder = tempfile::tempdir().unwrap();
     fs::write(folder.path().join("sweep.toml"), format!("{STEP}{spec}")).unwrap();
@@ -94,12 +97,28 @@ fn fields(value: &Value, found: &mut BTreeSet<String>) {
     }
 }
 
-/// Every field of JSON and CSV is in the documentation, and each names the version, the commit and the step.
+/// Returns the part of a page from one text until before another, each of which is there once.
+fn between<'p>(page: &'p str, from: &str, until: &str) -> &'p str {
+    let start = page.find(from).unwrap_or_else(|| panic!("docs/sweep.md has no {from:?}"));
+    let length = page[start..].find(until).unwrap_or_else(|| panic!("docs/sweep.md has no {until:?} after {from:?}"));
+    &page[start..start + length]
+}
+
+/// Returns a column of the table of `results.jsonl` and `results.csv`, without the names of the other column.
+fn column(table: &str, number: usize) -> String {
+    let rows = table.lines().filter(|line| line.starts_with('|')).map(|line| line.split('|').collect::<Vec<_>>());
+    rows.map(|cells| if cells[number].trim() == "the same" { cells[1] } else { cells[number] }).collect()
+}
+
+/// Every field of JSON and CSV is in its table in the documentation, and each names the version, the commit and the
+/// step.
 #[test]
 fn the_documentation_names_every_field() {
-    let documented = include_str!("../../docs/sweep.md");
-    let check = |name: &str, place: &str| {
-        assert!(documented.contains(&format!("`{name}`")), "{place}: docs/sweep.md does not have `{name}`");
+    let page = include_str!("../../docs/sweep.md");
+    let of_all = between(page, "## Fields", "`results.jsonl` has an object");
+    let check = |documented: &str, name: &str, place: &str| {
+        let name = format!("`{name}`");
+        assert!(documented.contains(&name) || of_all.contains(&name), "{place}: docs/sweep.md does not have {name}");
     };
     let folder = tempfile::tempdir().unwrap();
     let gapless = |arguments: &str| {
@@ -108,33 +127,55 @@ fn the_documentation_names_every_field() {
         assert!(output.status.success(), "{arguments}: {}", String::from_utf8_lossy(&output.stderr));
         String::from_utf8(output.stdout).unwrap()
     };
-    let step = "--model small --batch 4 --micro-batches 2 --sequence 32 --pipeline-ranks 2";
-    for arguments in [
-        format!("plan {step} --profile h100 --offload gelu --recompute layers --planning 1000 --json"),
-        format!("compare {step} --allocators gapless,pytorch --planning 1000 --json"),
-        format!("schedule {step} --json"),
+    let dense = "--model small --batch 4 --micro-batches 2 --sequence 32 --pipeline-ranks 2";
+    let mixture =
+        format!("--model {MIXTURE} --batch 4 --micro-batches 2 --sequence 64 --expert-ranks 2 --routing 1.25");
+    let plan = between(page, "`plan --json` prints", "`compare --json` prints");
+    let compare = between(page, "`compare --json` prints", "`schedule --json` prints");
+    let schedule = between(page, "`schedule --json` prints", "\n## Time");
+    for (documented, arguments) in [
+        (plan, format!("plan {dense} --profile h100 --offload gelu --recompute layers --planning 1000 --json")),
+        (plan, format!("plan {mixture} --budget 1GiB --curve 2 --json")),
+        (plan, "plan --model small --batch 4 --sequence 32 --ranks 2 --json".to_owned()),
+        (plan, "plan --model small --batch 4 --sequence 32 --budget 1GiB --largest-batch --json".to_owned()),
+        (compare, format!("compare {dense} --allocators gapless,pytorch --planning 1000 --json")),
+        (compare, format!("compare {mixture} --expert-load worst --smallest-device --json")),
+        (compare, format!("compare {dense} --allocators pytorch --capacity 1MiB --json")),
+        (schedule, format!("schedule {dense} --json")),
     ] {
         let json: Value = serde_json::from_str(&gapless(&arguments)).unwrap();
         assert!(["version", "commit", "step"].iter().all(|field| json.get(field).is_some()), "{arguments}");
         let mut found = BTreeSet::new();
         fields(&json, &mut found);
-        found.iter().for_each(|name| check(name, &arguments));
+        found.iter().for_each(|name| check(documented, name, &arguments));
     }
-    fs::write(folder.path().join("sweep.toml"), format!("{STEP}batch = 4\n[vary]\nmicro_batches = [1, 2]\n")).unwrap();
+    let results = between(page, "`results.jsonl` has an object", "`throughput.csv` has a line");
+    let spec = format!(
+        "model = \"{MIXTURE}\"\n[mesh]\nexpert = 2\n[memory]\nrouting = 1.25\n[step]\nsequence = 32\nbatch = 8\n\
+         micro_batches = 2\n[vary]\nexpert_load = [\"even\", \"worst\"]\n[sweep]\nplan = \"all\"\n"
+    );
+    fs::write(folder.path().join("sweep.toml"), spec).unwrap();
     gapless("sweep sweep.toml --out out --threads 1");
     let rows = fs::read_to_string(folder.path().join("out/results.jsonl")).unwrap();
-    let row: Value = serde_json::from_str(rows.lines().next().unwrap()).unwrap();
     let mut found = BTreeSet::new();
-    fields(&row, &mut found);
-    found.iter().for_each(|name| check(name, "results.jsonl"));
-    let allocators = ["pytorch", "pytorch-expandable", "gmlake", "stalloc", "gapless"];
-    for file in ["results.csv", "throughput.csv"] {
+    rows.lines().for_each(|row| fields(&serde_json::from_str(row).unwrap(), &mut found));
+    assert!(found.contains("reserve_grown_to") && found.contains("served_bytes"), "{found:?}");
+    found.iter().for_each(|name| check(&column(results, 1), name, "results.jsonl"));
+    let allocators = ["pytorch", "pytorch-expandable", "gmlake", "stalloc"];
+    for (file, documented) in [
+        ("results.csv", column(results, 2)),
+        ("throughput.csv", between(page, "`throughput.csv` has a line", "`plan --json` prints").to_owned()),
+    ] {
         let text = fs::read_to_string(folder.path().join("out").join(file)).unwrap();
         let (head, first) = text.split_once('\n').unwrap();
-        for name in head.split(',').filter(|name| *name != "micro_batches" && !allocators.contains(name)) {
+        for name in head.split(',').filter(|name| *name != "expert_load" && !allocators.contains(name)) {
             let allocator = allocators.iter().find_map(|kind| name.strip_prefix(kind)?.strip_prefix('_'));
-            check(&allocator.map_or(name.to_owned(), |rest| format!("X_{rest}")), file);
+            check(&documented, &allocator.map_or(name.to_owned(), |rest| format!("X_{rest}")), file);
         }
         assert!(first.contains(env!("CARGO_PKG_VERSION")), "{file}: {first}");
     }
+    let csv = fs::read_to_string(folder.path().join("out/results.csv")).unwrap();
+    let at = csv.lines().next().unwrap().split(',').position(|name| name == "reserve_grown_to").unwrap();
+    let grown: Vec<&str> = csv.lines().skip(1).map(|line| line.split(',').nth(at).unwrap()).collect();
+    assert_eq!(grown, ["", "2"]);
 }

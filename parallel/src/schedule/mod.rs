@@ -32,7 +32,7 @@ pub use looped_breadth_first::LoopedBreadthFirst;
 pub use one_f_one_b::OneForwardOneBackward;
 pub use searched_zb::SearchedZb;
 pub use searched_zbv::SearchedZbv;
-pub use tabulated::Tabulated;
+pub use tabulated::{Tabulated, read_table_file};
 pub use v_half::VHalf;
 pub use v_min::VMin;
 pub use v_one_f_one_b::VOneForwardOneBackward;

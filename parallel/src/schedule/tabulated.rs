@@ -15,10 +15,26 @@ pub struct Tabulated {
     shape: Shape,
 }
 
-impl Tabulated {
-    /// The largest file that is read, in bytes.
-    const MAX_BYTES: u64 = 16 << 20;
+/// The largest file that is read, in bytes.
+const MAX_BYTES: u64 = 16 << 20;
 
+/// Reads a table from a file, in the form of [`read_table`].
+///
+/// # Errors
+/// Returns [`Error::Table`] if the file cannot be read, has more than 16 MiB, or does not have this form.
+pub fn read_table_file(path: &Path) -> Result<Vec<Vec<Cell>>, Error> {
+    let fail = |why: String| Error::Table { table: path.display().to_string(), why };
+    let mut text = String::new();
+    let file = File::open(path).map_err(|error| fail(error.to_string()))?;
+    file.take(MAX_BYTES + 1).read_to_string(&mut text).map_err(|error| fail(error.to_string()))?;
+    if text.len() as u64 > MAX_BYTES {
+        return Err(fail(format!("it is longer than {MAX_BYTES} bytes")));
+    }
+    // An empty row is a rank without actions, except at the end of the text, where editors add an empty row.
+    read_table(text.trim_end()).map_err(|error| fail(error.to_string()))
+}
+
+impl Tabulated {
     /// Creates a schedule from a table. Cells without actions, such as messages, are left out, because every program
     /// inserts its own. `source` names the table in messages.
     ///
@@ -46,23 +62,14 @@ impl Tabulated {
         Ok(Self { source: source.to_owned(), table, shape })
     }
 
-    /// Reads a table in the form of [`read_table`].
+    /// Reads a table with [`read_table_file`].
     ///
     /// # Errors
-    /// Returns [`Error::Table`] if the file cannot be read or has more than 16 MiB, and the errors of [`read_table`] and
-    /// [`Self::new`].
+    /// Returns the errors of [`read_table_file`] and [`Self::new`].
     pub fn read(path: &Path) -> Result<Self, Error> {
         // Absolute, so that a run that stores the path can be used from any directory.
-        let source = std::path::absolute(path).unwrap_or_else(|_| path.to_owned()).display().to_string();
-        let fail = |why: String| Error::Table { table: source.clone(), why };
-        let mut text = String::new();
-        let file = File::open(path).map_err(|error| fail(error.to_string()))?;
-        file.take(Self::MAX_BYTES + 1).read_to_string(&mut text).map_err(|error| fail(error.to_string()))?;
-        if text.len() as u64 > Self::MAX_BYTES {
-            return Err(fail(format!("it is longer than {} bytes", Self::MAX_BYTES)));
-        }
-        // An empty row is a rank without actions, except at the end of the text, where editors add an empty row.
-        Self::new(&source, read_table(text.trim_end())?)
+        let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
+        Self::new(&path.display().to_string(), read_table_file(&path)?)
     }
 
     /// Returns the shape of the table.

@@ -1,6 +1,5 @@
 //! `gapless schedule`: checks, simulates and draws a pipeline schedule.
 
-use std::io::Read;
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -10,7 +9,7 @@ use gapless::step::Origin;
 use gapless::timeline;
 use gapless_parallel::{
     Automatic, Cell, Costs, Interleaved, Placement, Saved, Schedule, SearchedZb, SearchedZbv, Sends, Shape, Timeline,
-    Violation, Waits, by_name, check, communicate, fetch_weights, merge_backwards, read_table, reduce_gradients,
+    Violation, Waits, by_name, check, communicate, fetch_weights, merge_backwards, read_table_file, reduce_gradients,
     simulate, update_weights, write_table,
 };
 
@@ -236,7 +235,8 @@ fn write_output(
 /// Returns the title and the table of the named schedule, or of the given file.
 fn read(arguments: &Arguments) -> anyhow::Result<(String, Vec<Vec<Cell>>)> {
     if let Some(path) = &arguments.table {
-        return read_file(path).with_context(|| format!("cannot read {}", path.display()));
+        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        return Ok((name, read_table_file(path)?));
     }
     let mut keys = keys(arguments)?;
     if arguments.name.is_none() && !keys.has("pipeline_ranks") {
@@ -316,18 +316,6 @@ fn searched_schedule(
 fn saved(text: &str) -> anyhow::Result<Saved> {
     let (input, weight) = text.split_once(',').context("not two numbers separated by a comma, like 82,32")?;
     Ok(Saved { for_input: input.trim().parse()?, for_weight: weight.trim().parse()? })
-}
-
-fn read_file(path: &Path) -> anyhow::Result<(String, Vec<Vec<Cell>>)> {
-    const MAX_BYTES: u64 = 16 << 20;
-    let mut text = String::new();
-    std::fs::File::open(path)?.take(MAX_BYTES + 1).read_to_string(&mut text)?;
-    if text.len() as u64 > MAX_BYTES {
-        bail!("{} is longer than {MAX_BYTES} bytes", path.display());
-    }
-    // An empty row is a rank without actions, except at the end of the text, where editors add an empty row.
-    let table = read_table(text.trim_end())?;
-    Ok((path.file_name().unwrap_or_default().to_string_lossy().into_owned(), table))
 }
 
 /// The number of ranks, stages and micro-batches of a table.

@@ -7,7 +7,7 @@ use std::process::ExitCode;
 use std::thread::available_parallelism;
 
 use gapless::run::Stop;
-use gapless::sweep::{Progress, Results, Row, Status, Sweep, UnusedReserve};
+use gapless::sweep::{Gain, Progress, Results, Row, Status, Sweep, UnusedReserve};
 use gapless::sweep::{above_bound, fragmentation, gains, of_other_commits, run as sweep, unused_reserve};
 use gapless_alloc::draw::Bytes;
 use indicatif::{ProgressBar, ProgressStyle};
@@ -108,6 +108,32 @@ fn difference(reduction: f64) -> String {
     }
 }
 
+/// Returns a mean gain as `1.7 % faster` or `1.7 % slower`.
+fn faster(gain: f64) -> String {
+    format!("{:.1} % {}", 100.0 * gain.abs(), if gain < 0.0 { "slower" } else { "faster" })
+}
+
+/// Says how much faster plans are than an allocator. Averages are left out if no budget fits both.
+fn speedup(gain: &Gain) -> String {
+    let Gain { allocator, menu, budgets, without, only_planned, only_allocator, mean, most, .. } = gain;
+    let mut parts = Vec::new();
+    if *budgets > 0 {
+        parts.push(format!(
+            "plans are {} on average over {budgets} budgets ({without} without a gain), {:.1} % at most",
+            faster(*mean),
+            100.0 * most
+        ));
+    }
+    parts.push(format!("{only_planned} budgets where only plans fit, {only_allocator} where only the allocator fits"));
+    if let (Some(mean), Some(budgets)) = (gain.mean_with_reserve, gain.budgets_with_reserve) {
+        parts.push(format!(
+            "if the reserve for other rows must fit too, {} on average over {budgets} budgets",
+            faster(mean)
+        ));
+    }
+    format!("{allocator}, menu {menu}: {}", parts.join("; "))
+}
+
 fn gib(bytes: u64) -> f64 {
     bytes as f64 / f64::from(1 << 30)
 }
@@ -186,24 +212,7 @@ fn allocators(out: &mut dyn std::io::Write, spec: &Sweep, results: &Results) -> 
         )?;
     }
     for gain in gains(spec, throughput) {
-        let with_reserve = gain.budgets_with_reserve.map_or_else(String::new, |budgets| {
-            let mean = 100.0 * gain.mean_with_reserve.unwrap_or_default();
-            format!(
-                "; if the reserve for other rows must fit too, {mean:.1} % faster on average over the {budgets} budgets where both fit"
-            )
-        });
-        writeln!(
-            out,
-            "{}, menu {}: plans are {:.1} % faster on average over {} budgets ({} without a gain), {:.1} % at most; {} budgets where only plans fit, {} where only the allocator fits{with_reserve}",
-            gain.allocator,
-            gain.menu,
-            100.0 * gain.mean,
-            gain.budgets,
-            gain.without,
-            100.0 * gain.most,
-            gain.only_planned,
-            gain.only_allocator,
-        )?;
+        writeln!(out, "{}", speedup(&gain))?;
     }
     let above = above_bound(rows);
     if let Some(largest) = above.iter().filter_map(|row| row.figures.as_ref()?.fragmentation(None)).reduce(f64::max) {
@@ -219,4 +228,36 @@ fn allocators(out: &mut dyn std::io::Write, spec: &Sweep, results: &Results) -> 
         )?;
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_loss_is_no_negative_gain() {
+        let gain = Gain {
+            allocator: "stalloc",
+            menu: "all".to_owned(),
+            budgets: 3,
+            without: 2,
+            only_planned: 1,
+            only_allocator: 0,
+            mean: -0.017,
+            most: 0.25,
+            most_at: 1 << 30,
+            mean_with_reserve: Some(0.002),
+            budgets_with_reserve: Some(2),
+        };
+        assert_eq!(
+            speedup(&gain),
+            "stalloc, menu all: plans are 1.7 % slower on average over 3 budgets (2 without a gain), 25.0 % at most; 1 budgets where only \
+             plans fit, 0 where only the allocator fits; if the reserve for other rows must fit too, 0.2 % faster on average over 2 budgets"
+        );
+        let nothing = Gain { budgets: 0, mean: 0.0, most: 0.0, mean_with_reserve: None, ..gain };
+        assert_eq!(
+            speedup(&nothing),
+            "stalloc, menu all: 1 budgets where only plans fit, 0 where only the allocator fits"
+        );
+    }
 }

@@ -1,4 +1,4 @@
-//! The curve of step time over memory budget, which shows how much time a smaller arena costs.
+//! The curve of a rank's busy time over memory budget, which shows how much time a smaller arena costs.
 
 use std::fmt;
 
@@ -54,7 +54,7 @@ pub fn curve(step: &Step, rank: usize, count: usize) -> Result<Curve, TrainError
 
 impl fmt::Display for Curve {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(f, "{:>12} {:>12} {:>12} {:>9}", "budget", "arena", "step", "overhead")?;
+        writeln!(f, "{:>12} {:>12} {:>12} {:>9}", "budget", "arena", "busy", "overhead")?;
         for point in &self.points {
             let (budget, arena) = (Bytes(point.budget), Bytes(point.arena_bytes));
             let overhead = 100.0 * point.overhead;
@@ -100,7 +100,7 @@ impl Axis {
 }
 
 impl Curve {
-    /// Draws the curve as SVG. The x axis has the arena bytes, and the y axis the time per step. A ring marks the plan
+    /// Draws the curve as SVG. The x axis has the arena bytes, and the y axis the time for which the rank is busy. A ring marks the plan
     /// `chosen`, which is given by its bytes and milliseconds.
     pub fn svg(&self, title: &str, chosen: (u64, f64)) -> String {
         let [left, top, right, bottom] = [MARGINS[0], MARGINS[1], WIDTH - MARGINS[2], HEIGHT - MARGINS[3]];
@@ -147,7 +147,7 @@ impl Curve {
             "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {HEIGHT}\" role=\"img\" aria-label=\"{title}\">\n\
              <style>{THEME}{STYLE}</style>\n<rect class=\"ground\" width=\"{WIDTH}\" height=\"{HEIGHT}\"/>\n\
              <text class=\"title\" x=\"{left}\" y=\"26\">{title}</text>\n\
-             <text x=\"{left}\" y=\"46\">modelled milliseconds per step; ring: {says}</text>\n{drawn}\
+             <text x=\"{left}\" y=\"46\">modelled milliseconds per step for which the rank is busy; ring: {says}</text>\n{drawn}\
              <text x=\"{right}\" y=\"{}\" text-anchor=\"end\">arena</text>\n</svg>\n",
             HEIGHT - 14.0,
         )

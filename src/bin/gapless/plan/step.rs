@@ -383,7 +383,7 @@ fn report(out: &mut dyn Write, configured: &Step, step: &Planned) -> io::Result<
         step.plan_ms, configured.device.name
     )?;
     let (time, flops) = (100.0 * step.overhead, 100.0 * step.extra_flops);
-    writeln!(out, "recomputed: {time:.2} % of the time, {flops:.2} % of the arithmetic")?;
+    writeln!(out, "recomputed: {time:.2} % on top of the other time, {flops:.2} % on top of the other arithmetic")?;
     if step.reserve_bytes > 0 {
         let (reserve, arena) = (Bytes(step.reserve_bytes), Bytes(step.arena_bytes));
         writeln!(out, "on top of the plan: {reserve} for rows that this rank receives, {arena} in total")?;
@@ -392,7 +392,7 @@ fn report(out: &mut dyn Write, configured: &Step, step: &Planned) -> io::Result<
         let (file, busy) = (Bytes(step.host_bytes), 100.0 * step.offload_ms / step.rank_ms.max(1e-9));
         writeln!(
             out,
-            "offloaded to a file: {file}; its copies take {:.2} ms ({busy:.2} % of the time), during which nothing is computed",
+            "offloaded to a file: {file}; its copies take {:.2} ms ({busy:.2} % of the rank's time), during which nothing is computed",
             step.offload_ms
         )?;
     }
