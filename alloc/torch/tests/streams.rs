@@ -149,7 +149,7 @@ impl Shadow {
 }
 
 generated! {
-    #![cases(100)]
+    #![cases(24)]
 
     /// An iteration repeats, is played, deviates (other sizes, a part of it only, other operations in between) and
     /// repeats again.
