@@ -6,7 +6,6 @@
 use std::cell::RefCell;
 use std::ffi::{CStr, CString, OsString, c_char, c_int, c_uint, c_void};
 use std::io::Write;
-use std::os::unix::ffi::OsStrExt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicPtr, AtomicU64, Ordering};
@@ -238,7 +237,7 @@ pub unsafe extern "C" fn gapless_torch_write_table(device: c_int, path: *const c
         let (rows, offsets) = allocator.table();
         let ids = (0..rows.len()).map(|id| id.to_string()).collect();
         let problem = Problem::new(rows).map_err(|error| error.to_string())?;
-        let file = std::fs::File::create(path.to_string_lossy().as_ref()).map_err(|error| error.to_string())?;
+        let file = std::fs::File::create(path_of(path)).map_err(|error| error.to_string())?;
         let mut out = std::io::BufWriter::new(file);
         csv::Table::new(ids, problem).write(&mut out, offsets.as_deref()).map_err(|error| error.to_string())?;
         out.flush().map_err(|error| error.to_string())
@@ -251,6 +250,14 @@ pub unsafe extern "C" fn gapless_torch_write_table(device: c_int, path: *const c
     1
 }
 
+/// Returns the path that a text names. On Unix, a path need not be UTF-8.
+fn path_of(text: &CStr) -> OsString {
+    #[cfg(unix)]
+    return <std::ffi::OsStr as std::os::unix::ffi::OsStrExt>::from_bytes(text.to_bytes()).to_owned();
+    #[cfg(not(unix))]
+    return text.to_string_lossy().into_owned().into();
+}
+
 /// Sets the file of the saved plan of devices that are used from now on, without the device's number.
 ///
 /// # Safety
@@ -259,7 +266,7 @@ pub unsafe extern "C" fn gapless_torch_write_table(device: c_int, path: *const c
 pub unsafe extern "C" fn gapless_torch_save_plans(path: *const c_char) {
     // SAFETY: the caller promised a text that ends with a zero.
     let path = unsafe { CStr::from_ptr(path) };
-    let path = std::ffi::OsStr::from_bytes(path.to_bytes()).to_owned();
+    let path = path_of(path);
     *PLANS.lock().unwrap_or_else(PoisonError::into_inner) = Some(path);
 }
 
