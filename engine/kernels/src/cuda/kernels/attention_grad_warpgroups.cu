@@ -178,7 +178,7 @@ __device__ void attention_wg_grad_kv(const AttentionArguments& to) {
             const u32 query = start + threadIdx.x % TILE;
             const u64 at = (batch * to.heads + head) * to.queries + query;
             if (threadIdx.x < 2 * TILE) {
-                statistic = query >= queries ? 0.0f : threadIdx.x < TILE ? to.lse[at] : to.delta[at];
+                statistic = query >= queries ? 0.0f : threadIdx.x < TILE ? to.lse[at] * LOG2_E : to.delta[at];
             } else if (to.is_cut()) {
                 // This is exact, because there are fewer than 2^24 keys.
                 statistic = f32(hidden_from(to, batch, query));
@@ -199,8 +199,7 @@ __device__ void attention_wg_grad_kv(const AttentionArguments& to) {
     Bands<1, TILE> p, d_scores;
     u32 of_p[TILE / 16][4], of_scores[TILE / 16][4];
     const auto arrive = [&](u32 turn) {
-        // The scaling is here, because the thread that loads the value would wait for it there.
-        statistics[turn % STAGES * THREADS + threadIdx.x] = threadIdx.x < TILE ? statistic * LOG2_E : statistic;
+        statistics[turn % STAGES * THREADS + threadIdx.x] = statistic;
         meet();
         start(turn + 1);
     };
