@@ -26,6 +26,11 @@ impl fmt::Display for PlanHash {
     }
 }
 
+/// Hashes a problem without its placement: the plan hash with all offsets 0.
+pub fn table_hash(problem: &Problem) -> PlanHash {
+    plan_hash(problem, &vec![0; problem.len()])
+}
+
 /// Hashes a placed problem.
 pub fn plan_hash(problem: &Problem, offsets: &[u64]) -> PlanHash {
     let mut hasher = blake3::Hasher::new();

@@ -54,7 +54,7 @@ pub use check::{Violation, check};
 pub use deadline::Deadline;
 pub use error::Error;
 pub use explain::{Change, Explanation, Remedy, explain};
-pub use hash::{PlanHash, plan_hash};
+pub use hash::{PlanHash, plan_hash, table_hash};
 pub use label::{Label, Role};
 pub use planner::{Fit, Options, Proof, Solution, Stats, StopReason, plan};
 pub use problem::{Buffer, BufferId, Group, Lifetime, Problem};

@@ -12,7 +12,7 @@ use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Mutex, PoisonError};
 
-use gapless_alloc::{Label, Options, PlanHash, Problem, live_at, lower_bound, peak_tick, plan_hash};
+use gapless_alloc::{Label, Options, PlanHash, Problem, live_at, lower_bound, peak_tick, table_hash};
 use gapless_allocators::{Comparison, Kind, Report, Requests, compare};
 use gapless_engine::TrainError;
 use gapless_engine::compile::Program;
@@ -202,7 +202,7 @@ impl<'a> Evaluator<'a> {
 
     /// Returns the bytes that each allocator reserves for a table, from the cache where possible.
     fn reserved(&self, problem: &Problem, kinds: &[Kind]) -> ReservedBytes {
-        let digest = plan_hash(problem, &vec![0; problem.len()]);
+        let digest = table_hash(problem);
         let lock = || self.reserved.lock().unwrap_or_else(PoisonError::into_inner);
         let mut reserved = lock().get(&digest).cloned().unwrap_or_default();
         let missing: Vec<Kind> = kinds.iter().copied().filter(|kind| !reserved.contains_key(kind)).collect();

@@ -214,24 +214,21 @@ impl Device {
 
     /// Notes that another stream uses a request's memory, so that a free waits for its work.
     pub fn record_use(&mut self, address: u64, stream: StreamHandle) {
-        let Some(block) = self.living.get_mut(&address) else { return };
+        let Some(key) = self.living.get(&address).map(|block| self.key(block)) else { return };
         let stream = self.heap.stream(stream);
-        let iteration = self.report.iterations;
-        if block.stream == stream {
+        let Some(block) = self.living.get_mut(&address) else { return };
+        if block.stream == stream || block.uses.contains(&stream) {
             return;
         }
-        if !block.uses.contains(&stream) {
-            block.uses.push(stream);
-            let planned = block.planned.is_some();
-            let key = Key { age: (iteration - block.iteration) as u32, index: block.index };
-            let event = Event::Use { key, stream };
-            self.recording.events.push(event);
-            // The event can be the script's next although it is another request's: when the last iteration is repeated,
-            // an age of two or more refers to iterations before it.
-            match planned {
-                true => self.deviate(),
-                false => drop(self.follow(event)),
-            }
+        block.uses.push(stream);
+        let planned = block.planned.is_some();
+        let event = Event::Use { key, stream };
+        self.recording.events.push(event);
+        // The event can be the script's next although it is another request's: when the last iteration is repeated,
+        // an age of two or more refers to iterations before it.
+        match planned {
+            true => self.deviate(),
+            false => drop(self.follow(event)),
         }
     }
 

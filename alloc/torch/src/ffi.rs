@@ -41,11 +41,27 @@ thread_local! {
 /// A C++ function that throws a text as an exception: function, file, line, text. `c10::detail::torchCheckFail` is one.
 pub type Raise = unsafe extern "C-unwind" fn(*const c_char, *const c_char, c_uint, *const c_char);
 
+/// Locks a device, which is `None` until it is used.
+///
 /// # Errors
 /// Returns a text if a call panicked while it changed the device.
 fn lock(device: usize) -> Result<MutexGuard<'static, Option<Device>>, String> {
     let failed = |_| format!("gapless: CUDA device {device} is not used any more: an earlier call panicked (a bug)");
     DEVICES[device].lock().map_err(failed)
+}
+
+/// The index of a device that a process can use.
+fn known(device: c_int) -> Option<usize> {
+    usize::try_from(device).ok().filter(|&device| device < MOST_DEVICES)
+}
+
+/// Runs `body` for a device, if it is in use.
+fn with(device: usize, body: impl FnOnce(&mut Device)) {
+    if let Ok(mut slot) = lock(device)
+        && let Some(allocator) = &mut *slot
+    {
+        body(allocator);
+    }
 }
 
 fn remember(text: String) {
@@ -108,8 +124,7 @@ fn allocate(bytes: u64, device: usize, stream: u64) -> Result<u64, String> {
 #[unsafe(no_mangle)]
 pub extern "C-unwind" fn gapless_torch_alloc(bytes: isize, device: c_int, stream: *mut c_void) -> *mut c_void {
     let served = guarded(|| {
-        let known = usize::try_from(device).ok().filter(|&device| device < MOST_DEVICES);
-        let device = known.ok_or_else(|| format!("gapless: there is no CUDA device {device}"))?;
+        let device = known(device).ok_or_else(|| format!("gapless: there is no CUDA device {device}"))?;
         let bytes = u64::try_from(bytes).map_err(|_| format!("gapless: {bytes} bytes were requested"))?;
         allocate(bytes, device, stream as u64)
     });
@@ -118,16 +133,21 @@ pub extern "C-unwind" fn gapless_torch_alloc(bytes: isize, device: c_int, stream
         Some(Err(text)) => remember(text),
         None => {}
     }
+    throw(c"gapless_torch_alloc");
+    std::ptr::null_mut()
+}
+
+/// Throws this thread's last error as a C++ exception of a function, if [`gapless_torch_raise_with`] was called.
+fn throw(function: &'static CStr) {
     let raise = RAISE.load(Ordering::Acquire);
     if !raise.is_null() {
         // SAFETY: the caller of `gapless_torch_raise_with` promised a function of this type. The texts outlive the call:
-        // literals, and the thread's own text, which nobody borrows. No frame here has anything to drop.
+        // literals, and the thread's own text, of which no reference is held. No frame here has anything to drop.
         unsafe {
             let raise: Raise = std::mem::transmute(raise);
-            raise(c"gapless_torch_alloc".as_ptr(), c"gapless".as_ptr(), 0, gapless_torch_error());
+            raise(function.as_ptr(), c"gapless".as_ptr(), 0, gapless_torch_error());
         }
     }
-    std::ptr::null_mut()
 }
 
 /// Makes devices that are used from now on count bytes instead of mapping memory, so that requests can be rehearsed
@@ -141,11 +161,10 @@ pub extern "C" fn gapless_torch_rehearse(bytes: u64) {
 #[unsafe(no_mangle)]
 pub extern "C" fn gapless_torch_free(pointer: *mut c_void, _bytes: usize, device: c_int, _stream: *mut c_void) {
     guarded(|| {
-        if let Some(device) = usize::try_from(device).ok().filter(|&device| device < MOST_DEVICES)
-            && let Ok(mut slot) = lock(device)
-            && let Some(allocator) = &mut *slot
-        {
-            allocator.free(pointer as u64);
+        if let Some(device) = known(device) {
+            with(device, |allocator| {
+                allocator.free(pointer as u64);
+            });
         }
     });
 }
@@ -158,11 +177,8 @@ pub extern "C" fn gapless_torch_record_stream(pointer: *mut c_void, stream: *mut
     let holds =
         |[start, end]: &[AtomicU64; 2]| (start.load(Ordering::Acquire)..end.load(Ordering::Acquire)).contains(&address);
     guarded(|| {
-        if let Some(device) = ADDRESSES.iter().position(holds)
-            && let Ok(mut slot) = lock(device)
-            && let Some(allocator) = &mut *slot
-        {
-            allocator.record_use(address, stream as u64);
+        if let Some(device) = ADDRESSES.iter().position(holds) {
+            with(device, |allocator| allocator.record_use(address, stream as u64));
         }
     });
 }
@@ -184,15 +200,7 @@ pub extern "C" fn gapless_torch_step() {
 
 /// Runs `body` for every device in use.
 fn each(mut body: impl FnMut(&mut Device)) {
-    guarded(|| {
-        for device in 0..MOST_DEVICES {
-            if let Ok(mut slot) = lock(device)
-                && let Some(allocator) = &mut *slot
-            {
-                body(allocator);
-            }
-        }
-    });
+    guarded(|| (0..MOST_DEVICES).for_each(|device| with(device, &mut body)));
 }
 
 /// The reports of all devices in use, as JSON.
@@ -230,8 +238,7 @@ pub unsafe extern "C" fn gapless_torch_write_table(device: c_int, path: *const c
     // SAFETY: the caller promised a text that ends with a zero.
     let path = unsafe { CStr::from_ptr(path) };
     let written = guarded(|| {
-        let known = usize::try_from(device).ok().filter(|&device| device < MOST_DEVICES);
-        let slot = known.map(lock).transpose()?;
+        let slot = known(device).map(lock).transpose()?;
         let allocator = slot.as_ref().and_then(|slot| slot.as_ref());
         let allocator = allocator.ok_or_else(|| format!("CUDA device {device} is not in use"))?;
         let (rows, offsets) = allocator.table();
@@ -294,14 +301,7 @@ pub extern "C-unwind" fn gapless_torch_refuse_pool() {
          that the plan does not know. Disable CUDA graphs, or do not install gapless_torch."
             .into(),
     );
-    let raise = RAISE.load(Ordering::Acquire);
-    if !raise.is_null() {
-        // SAFETY: as in `gapless_torch_alloc`.
-        unsafe {
-            let raise: Raise = std::mem::transmute(raise);
-            raise(c"gapless_torch_refuse_pool".as_ptr(), c"gapless".as_ptr(), 0, gapless_torch_error());
-        }
-    }
+    throw(c"gapless_torch_refuse_pool");
 }
 
 #[cfg(test)]

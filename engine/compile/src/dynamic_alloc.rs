@@ -32,19 +32,22 @@ impl Executable {
         accept: impl FnOnce(&ArenaPlan) -> Result<bool, E>,
     ) -> Result<bool, E> {
         let Some(plan) = &self.dynamic_arena else { return Ok(false) };
-        let requests = plan.requests().to_vec();
-        let anew = ArenaPlan::new(&self.problem, &self.solution.offsets, requests, &arena_options(reserve));
-        let anew = anew.map_err(Error::from)?;
+        let anew = self.arena_with(plan, reserve)?;
         let is_accepted = accept(&anew)?;
         if is_accepted {
             self.dynamic_arena = Some(anew);
         }
         Ok(is_accepted)
     }
+
+    /// Plans the requests of an arena of dynamic rows with another reserve.
+    pub(super) fn arena_with(&self, plan: &ArenaPlan, reserve: Reserve) -> Result<ArenaPlan> {
+        let requests = plan.requests().to_vec();
+        Ok(ArenaPlan::new(&self.problem, &self.solution.offsets, requests, &options(reserve))?)
+    }
 }
 
-/// Returns the options with which arenas of dynamic rows are planned.
-pub(super) fn arena_options(reserve: Reserve) -> ArenaOptions {
+fn options(reserve: Reserve) -> ArenaOptions {
     // This limit allows about a tenth of a second. Planning ends earlier if the reserve is proven minimal.
     ArenaOptions { reserve, work: 2_000_000, ..ArenaOptions::default() }
 }
@@ -134,7 +137,7 @@ impl DynamicBuffers {
         if self.is_empty() {
             return Ok(None);
         }
-        Ok(Some(ArenaPlan::new(problem, &solution.offsets, self.requests.clone(), &arena_options(reserve))?))
+        Ok(Some(ArenaPlan::new(problem, &solution.offsets, self.requests.clone(), &options(reserve))?))
     }
 
     /// Returns the dynamic buffers of a program. `indices` has the index of each buffer in the problem.

@@ -11,7 +11,6 @@ use std::collections::HashMap;
 use gapless_alloc::arena::{Arena, ArenaPlan, RequestId, Reserve, rehearse};
 use gapless_alloc::{Problem, Proof, Solution, check, lower_bound};
 
-use crate::dynamic_alloc::arena_options;
 use crate::error::{Error, Result};
 use crate::executable::Executable;
 use crate::lifetimes::{ALIGNMENT, Lifetimes, lifetimes};
@@ -84,23 +83,19 @@ impl Executable {
             let height = ends.map(|(buffer, offset)| offset + buffer.bytes).max().unwrap_or(0);
             Some((offsets, height))
         };
-        let plan_with = |reserve| {
-            let (offsets, requests) = (&self.solution.offsets, plan.requests().to_vec());
-            ArenaPlan::new(&self.problem, offsets, requests, &arena_options(reserve))
-        };
         let (mut served, mut arena_bytes, mut grown_to) = (serve(plan.clone()), plan.height(), None);
         if served.is_none() {
             let of_balanced = plan.requests().iter().zip(&bytes);
             let factors = of_balanced.map(|(request, &bytes)| bytes as f64 / request.balanced.max(1) as f64);
             let factor = factors.fold(0.0, f64::max);
-            let larger = plan_with(Reserve::Balanced { factor })?;
+            let larger = self.arena_with(plan, Reserve::Balanced { factor })?;
             arena_bytes = larger.height();
             served = serve(larger);
             grown_to = Some(factor);
         }
         // An arena uses its whole reserve, because short-lived buffers go to its end. How much of it the rows need shows
         // in a reserve without an end, where they go as low as they can.
-        let without_end = serve(plan_with(Reserve::Bytes(u64::MAX >> 8))?);
+        let without_end = serve(self.arena_with(plan, Reserve::Bytes(u64::MAX >> 8))?);
         let both = [served, without_end].into_iter().flatten();
         let (offsets, height) = both
             .min_by_key(|(_, height)| *height)

@@ -13,7 +13,7 @@ use flate2::bufread::MultiGzDecoder;
 use gapless::TrainError;
 use gapless::step::{Lowering, Origin, Step};
 use gapless_alloc::draw::Bytes;
-use gapless_alloc::{Options, Problem, Solution, csv, plan_hash};
+use gapless_alloc::{Options, Problem, Solution, csv, plan_hash, table_hash};
 use gapless_allocators::{
     Compared, Comparison, Kind, PyTorchOptions, Refused, Requests, Snapshot, SnapshotError, page, read_snapshot,
 };
@@ -80,9 +80,8 @@ fn compare_all(arguments: &Arguments) -> anyhow::Result<()> {
     let mut compared: Vec<Outcome> = Vec::new();
     for program in programs {
         let (title, refused, origin) = (program.title.clone(), program.refused.clone(), program.origin.clone());
-        let hash = |offsets: &[u64]| plan_hash(&program.problem, offsets).to_string();
-        let table_hash = hash(&vec![0; program.problem.len()]);
-        let plan_hash = program.plan.as_ref().map(|plan| hash(&plan.offsets));
+        let table_hash = table_hash(&program.problem).to_string();
+        let plan_hash = program.plan.as_ref().map(|plan| plan_hash(&program.problem, &plan.offsets).to_string());
         let refused = refused.map(|(refused, program)| {
             let capacity = arguments.capacity.unwrap_or(refused.capacity());
             Ok::<_, anyhow::Error>(OutOfMemory { compared: replayed(arguments, *program, Some(capacity))?, refused })
@@ -204,6 +203,22 @@ struct Program {
     refused: Option<(Refused, Box<Program>)>,
 }
 
+impl Program {
+    /// A program that was read from a file, without a plan.
+    fn of_file(path: &Path, problem: Problem, requests: Requests) -> Self {
+        Self {
+            title: path.file_name().unwrap_or_default().to_string_lossy().into_owned(),
+            origin: Origin::new(None),
+            problem,
+            requests,
+            plan: None,
+            work: Options::DEFAULT_WORK,
+            routed: None,
+            refused: None,
+        }
+    }
+}
+
 fn compare_one(arguments: &Arguments, program: Program) -> anyhow::Result<Compared> {
     let title = program.title.clone();
     let compared = replayed(arguments, program, arguments.capacity)?;
@@ -239,7 +254,6 @@ fn replayed(arguments: &Arguments, program: Program, capacity: Option<u64>) -> a
 
 /// Reads the programs to replay: one for a table or a snapshot, or one for each rank of a step.
 fn read(arguments: &Arguments) -> anyhow::Result<Vec<Program>> {
-    let title = |path: &Path| path.file_name().unwrap_or_default().to_string_lossy().into_owned();
     let cannot = |path: &Path| format!("cannot read {}", path.display());
     match (&arguments.trace, &arguments.snapshot) {
         (Some(_), _) | (_, Some(_)) if !arguments.run.is_empty() => {
@@ -251,33 +265,13 @@ fn read(arguments: &Arguments) -> anyhow::Result<Vec<Program>> {
                 tell("gapless compare: gaps are ignored: every buffer keeps its bytes for its whole lifetime");
             }
             let requests = Requests::new(&table.problem);
-            let work = Options::DEFAULT_WORK;
-            Ok(vec![Program {
-                title: title(path),
-                origin: Origin::new(None),
-                problem: table.problem,
-                requests,
-                plan: None,
-                work,
-                routed: None,
-                refused: None,
-            }])
+            Ok(vec![Program::of_file(path, table.problem, requests)])
         }
         (None, Some(path)) => {
             let snapshot = read_snapshot(open(path)?, arguments.snapshot_device).with_context(|| cannot(path))?;
             let program = |snapshot: Snapshot, refused| {
                 let requests = Requests::new(&snapshot.problem).on_streams(snapshot.streams);
-                let work = Options::DEFAULT_WORK;
-                Program {
-                    title: title(path),
-                    origin: Origin::new(None),
-                    problem: snapshot.problem,
-                    requests,
-                    plan: None,
-                    work,
-                    routed: None,
-                    refused,
-                }
+                Program { refused, ..Program::of_file(path, snapshot.problem, requests) }
             };
             let refused = snapshot.refused.last().cloned();
             let until = refused.map(|refused| {

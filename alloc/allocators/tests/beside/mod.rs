@@ -68,29 +68,27 @@ impl Row {
         );
     }
 
+    /// The reserved and the smallest sufficient bytes ÷ the live bytes, of the arena and of the other allocators.
+    fn cells(&self, between: &str) -> [String; 4] {
+        let [stalloc, pytorch, expandable] = &self.peers;
+        [&self.arena, stalloc, pytorch, expandable].map(|r| {
+            let [reserved, smallest] = [r.reserved, r.smallest].map(|bytes| bytes as f64 / self.live as f64);
+            format!("{reserved:.4}{between}{smallest:.4}")
+        })
+    }
+
     /// The line of docs/arena.md.
     pub fn markdown(&self) -> String {
-        let cell = |r: &Reserved| {
-            let [reserved, smallest] = [r.reserved, r.smallest].map(|bytes| bytes as f64 / self.live as f64);
-            format!("{reserved:.4} / {smallest:.4}")
-        };
-        let [stalloc, pytorch, expandable] = self.peers.each_ref().map(cell);
-        format!("| {} | {} | {stalloc} | {pytorch} | {expandable} |", self.name, cell(&self.arena))
+        let [arena, stalloc, pytorch, expandable] = self.cells(" / ");
+        format!("| {} | {arena} | {stalloc} | {pytorch} | {expandable} |", self.name)
     }
 
     pub fn print(&self) {
-        let cell = |r: &Reserved| {
-            let [reserved, smallest] = [r.reserved, r.smallest].map(|bytes| bytes as f64 / self.live as f64);
-            format!("{reserved:.4} {smallest:.4}")
-        };
-        let [stalloc, pytorch, expandable] = self.peers.each_ref().map(cell);
+        let [arena, stalloc, pytorch, expandable] = self.cells(" ");
         let live = self.live as f64 / (1u64 << 30) as f64;
         println!(
-            "{:42} {live:>8.2}  {:>13} {:>6.3} {:>6.4}  {stalloc:>13} {pytorch:>13} {expandable:>13}",
-            self.name,
-            cell(&self.arena),
-            self.reuse_share,
-            self.fragmentation
+            "{:42} {live:>8.2}  {arena:>13} {:>6.3} {:>6.4}  {stalloc:>13} {pytorch:>13} {expandable:>13}",
+            self.name, self.reuse_share, self.fragmentation
         );
     }
 }
