@@ -148,8 +148,8 @@ pub trait Op: Any + fmt::Debug + Send + Sync {
     }
 
     /// True if [`Op::run`] reads input `index` in bf16 directly although [`Op::runs_in_bf16`] is false. The executor
-    /// then passes this input without converting it, and still rounds f32 outputs. No output may overwrite such an
-    /// input.
+    /// then passes this input without converting it, and still rounds f32 outputs. If an output overwrites such an
+    /// input, the kernel finds the input's values in the f32 output.
     fn reads_bf16(&self, _index: usize) -> bool {
         self.runs_in_bf16()
     }

@@ -24,6 +24,25 @@ pub fn rounded(x: f32) -> bf16 {
     bf16::from_bits(if x.is_nan() { quiet } else { nearest } as u16)
 }
 
+/// Rounds a row in place: bf16 number i takes the place of the first half of the bytes of floats 2·i and 2·i + 1.
+#[inline(always)]
+pub fn round_in_place(row: &mut [f32]) {
+    const LANES: usize = 16;
+    let (from, to) = (row.as_ptr(), row.as_mut_ptr().cast::<bf16>());
+    let whole = row.len() - row.len() % LANES;
+    // SAFETY: all addresses are within the row. Sixteen floats are read before the first of their places, which are
+    // never behind them, is written.
+    unsafe {
+        for start in (0..whole).step_by(LANES) {
+            let x = from.add(start).cast::<[f32; LANES]>().read();
+            to.add(start).cast::<[bf16; LANES]>().write(std::array::from_fn(|lane| rounded(x[lane])));
+        }
+        for i in whole..row.len() {
+            to.add(i).write(rounded(from.add(i).read()));
+        }
+    }
+}
+
 /// A type that kernels load from and store to while they compute in f32.
 pub trait Float: super::Element {
     /// Converts to f32.

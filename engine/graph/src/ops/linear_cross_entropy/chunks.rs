@@ -69,6 +69,9 @@ pub(super) struct Chunks {
     pub rows: usize,
     pub width: usize,
     pub vocabulary: usize,
+    /// Distance between the rows of the gradients of a chunk's logits on the CPU, in elements of x. The rows of bf16 begin
+    /// where the rows of f32 logits were.
+    pitch: usize,
     /// Rows of a sequence. The order of summation restarts with each sequence.
     sequence: usize,
     /// Rows of a block: one sequence, or several sequences that are divided into chunks together.
@@ -78,7 +81,8 @@ pub(super) struct Chunks {
 }
 
 impl Chunks {
-    pub fn new(x: &[usize], weight: &[usize]) -> Self {
+    /// The division of x with these dimensions, for a weight of `dtype` with these dimensions.
+    pub fn new(x: &[usize], weight: &[usize], dtype: DType) -> Self {
         let &[vocabulary, width] = weight else { unreachable!("rank 2 by the shape rule") };
         let rows = x.iter().product::<usize>() / width;
         let sequence = if x.len() > 2 { x[x.len() - 2] } else { rows };
@@ -86,11 +90,17 @@ impl Chunks {
         // that leaves at least `ENOUGH_ROWS` rows per piece.
         let pieces = vocabulary.div_ceil(width).min(sequence / ENOUGH_ROWS).max(1);
         let block = if pieces > 1 { sequence } else { sequence * (ENOUGH_ROWS / sequence).max(1) };
-        Self { rows, width, vocabulary, sequence, block, chunk: block.div_ceil(pieces) }
+        let pitch = vocabulary * size_of::<f32>() / dtype.size_in_bytes();
+        Self { rows, width, vocabulary, pitch, sequence, block, chunk: block.div_ceil(pieces) }
     }
 
     pub fn of(inputs: &[Spec]) -> Self {
-        Self::new(inputs[0].dims(), inputs[1].dims())
+        Self::new(inputs[0].dims(), inputs[1].dims(), inputs[1].dtype)
+    }
+
+    pub fn of_operands(operands: &cuda::Operands<'_>) -> Self {
+        let [x, weight, ..] = operands.inputs else { unreachable!("a head has three inputs or more") };
+        Self::new(x.layout.dims(), weight.layout.dims(), weight.dtype)
     }
 
     pub fn ranges(self) -> impl Iterator<Item = Range<usize>> {
@@ -109,15 +119,15 @@ impl Chunks {
 
     /// The product [rows, vocabulary]ᵀ · [rows, width], which gives the gradient of the weight.
     pub fn d_weight(&self, rows: usize) -> Gemm {
-        let &Self { width, vocabulary, sequence, .. } = self;
-        let product = Gemm::new(vocabulary, width, rows, Strides::transposed(vocabulary), Strides::row_major(width));
+        let &Self { width, vocabulary, pitch, sequence, .. } = self;
+        let product = Gemm::new(vocabulary, width, rows, Strides::transposed(pitch), Strides::row_major(width));
         product.with_segment(sequence)
     }
 
     /// The product [rows, vocabulary] · [vocabulary, width], which gives the gradient of x.
     pub fn dx(&self, rows: usize) -> Gemm {
-        let &Self { width, vocabulary, .. } = self;
-        Gemm::new(rows, width, vocabulary, Strides::row_major(vocabulary), Strides::row_major(width))
+        let &Self { width, vocabulary, pitch, .. } = self;
+        Gemm::new(rows, width, vocabulary, Strides::row_major(pitch), Strides::row_major(width))
     }
 
     /// Returns the sizes in bytes of the pieces of scratch: the logits of a chunk, then the scratch of the products.

@@ -175,8 +175,13 @@ impl Op for LinearCrossEntropy {
         index < 2
     }
 
+    /// The gradients of the logits are rounded.
+    fn rounds_intermediates(&self) -> bool {
+        true
+    }
+
     fn run(&self, args: &mut Args<'_>) {
-        let chunks = Chunks::new(args.input_dims(0), args.input_dims(1));
+        let chunks = Chunks::new(args.input_dims(0), args.input_dims(1), args.input_dtype(1));
         let (losses, scratch, dx) = (args.output(0), args.workspace(), self.dx());
         let mut likelihoods = self.has_likelihoods.then(|| args.output(1));
         let weights = (args.inputs() > 3).then(|| args.input::<f32>(3));
@@ -202,7 +207,7 @@ impl Op for LinearCrossEntropy {
         Chunks::of(inputs).cuda_logit_bytes(inputs[0].dtype, self.products())
     }
     fn cuda(&self, operands: &Operands<'_>) -> Option<Vec<Launch>> {
-        let chunks = Chunks::new(operands.inputs[0].layout.dims(), operands.inputs[1].layout.dims());
+        let chunks = Chunks::of_operands(operands);
         let upstream = self.gradient.map(|number| launch::Upstream::Everywhere(number as f32));
         let weights = operands.inputs.get(3).map_or(0, |weights| weights.address);
         let (dx, losses) = (self.dx(), operands.outputs[0].address);
@@ -288,8 +293,13 @@ impl Op for LinearCrossEntropyGrad {
         index < 2
     }
 
+    /// The gradients of the logits are rounded.
+    fn rounds_intermediates(&self) -> bool {
+        true
+    }
+
     fn run(&self, args: &mut Args<'_>) {
-        let chunks = Chunks::new(args.input_dims(0), args.input_dims(1));
+        let chunks = Chunks::new(args.input_dims(0), args.input_dims(1), args.input_dtype(1));
         // The forward has already returned the losses. The pass recomputes the losses into scratch, where they are not
         // used.
         let mut scratch = args.workspace();
@@ -313,7 +323,7 @@ impl Op for LinearCrossEntropyGrad {
         Chunks::of(inputs).cuda_logit_bytes(inputs[0].dtype, Products::of_backward(self.has_d_weight))
     }
     fn cuda(&self, operands: &Operands<'_>) -> Option<Vec<Launch>> {
-        let chunks = Chunks::new(operands.inputs[0].layout.dims(), operands.inputs[1].layout.dims());
+        let chunks = Chunks::of_operands(operands);
         // The forward has already returned the losses. The pass recomputes the losses into scratch, where they are not
         // used.
         let &[.., losses] = operands.workspace else { return None };

@@ -3,15 +3,19 @@
 use std::ops::Range;
 
 use candle_core::Layout;
+use gapless_kernels::cpu::bf16::round_in_place;
 use gapless_kernels::cpu::gemm::{Epilogue, Factor, Mode};
-use gapless_kernels::cpu::{Args, InPieces, Pieces, Scratch, math, reduce, rows_per_task, vectorize};
+use gapless_kernels::cpu::{Args, Element, InPieces, Pieces, Scratch, math, reduce, rows_per_task, vectorize};
 
 use super::LossDefinition;
 use super::chunks::Chunks;
 use crate::ops::element;
 
+const FITS: &str = "extents by the shape rule";
+
 impl Chunks {
-    /// Computes the losses of all rows, and the gradients for which there is an output.
+    /// Computes the losses of all rows, and the gradients for which there is an output. If the operands are bf16, the
+    /// gradients of the logits are rounded to bf16 before they are multiplied, as on a GPU.
     pub fn pass<T: Factor>(
         &self,
         inputs: &Inputs<'_, T>,
@@ -19,47 +23,54 @@ impl Chunks {
         mut backward: Option<Backward<'_>>,
         mut scratch: Scratch<'_>,
     ) {
-        const FITS: &str = "extents by the shape rule";
         let &Self { width, vocabulary, .. } = self;
         let logits = scratch.take::<f32>();
         let scratch = &mut scratch;
-        let (weight, none) = (inputs.weight, Epilogue::default);
         for (index, range) in self.ranges().enumerate() {
             let (rows, elements) = (range.len(), range.start * width..range.end * width);
             let logits = &mut logits[..rows * vocabulary];
-            match (inputs.x, &backward) {
-                (Some(x), _) => {
-                    self.logits(rows).run(&x[elements.clone()], weight, logits, Mode::Overwrite, none(), scratch)
-                }
-                (None, Some(backward)) => {
-                    let x = &backward.dx[elements.clone()];
-                    self.logits(rows).run(x, weight, logits, Mode::Overwrite, none(), scratch)
-                }
-                (None, None) => unreachable!("only dx overwrites x"),
+            if let (None, Some(backward), true) = (inputs.x, &mut backward, T::IS_BF16) {
+                // The values are exact, because x was bf16.
+                round_in_place(&mut backward.dx[elements.clone()]);
             }
-            .expect(FITS);
+            let x = inputs.rows(backward.as_ref(), elements);
+            let product = self.logits(rows);
+            product.run(x, inputs.weight, logits, Mode::Overwrite, Epilogue::default(), scratch).expect(FITS);
             let d_losses = backward.as_ref().map(|backward| backward.d_losses);
             let of_row = |row| d_losses.map(|d_losses| d_losses.at(range.start + row));
             let targets = &inputs.targets[range.clone()];
-            cross_entropy(logits, targets, made.of_rows(range.clone()), inputs.loss, of_row);
-            let Some(Backward { dx, d_weight, accumulate, .. }) = &mut backward else { continue };
-            let mode = if *accumulate || index > 0 { Mode::Accumulate } else { Mode::Overwrite };
-            if let Some(d_weight) = d_weight {
-                let product = self.d_weight(rows);
-                match inputs.x {
-                    Some(x) => product.run(logits, &x[elements.clone()], d_weight, mode, none(), scratch),
-                    None => product.run(logits, &dx[elements.clone()], d_weight, mode, none(), scratch),
-                }
-                .expect(FITS);
-            }
-            // dx is computed last, because it may overwrite x.
-            self.dx(rows).run(logits, weight, &mut dx[elements], Mode::Overwrite, none(), scratch).expect(FITS);
+            cross_entropy::<T>(logits, targets, made.of_rows(range.clone()), inputs.loss, of_row);
+            let Some(backward) = &mut backward else { continue };
+            backward.accumulate |= index > 0;
+            self.gradients(elements_of(logits), range, inputs, backward, scratch);
         }
+    }
+
+    /// Computes a chunk's share of the gradients from the gradients of its logits.
+    fn gradients<T: Factor>(
+        &self,
+        d_logits: &[T],
+        range: Range<usize>,
+        inputs: &Inputs<'_, T>,
+        backward: &mut Backward<'_>,
+        scratch: &mut Scratch<'_>,
+    ) {
+        let (rows, elements) = (range.len(), range.start * self.width..range.end * self.width);
+        let none = Epilogue::default;
+        if let Some(mut d_weight) = backward.d_weight.take() {
+            let mode = if backward.accumulate { Mode::Accumulate } else { Mode::Overwrite };
+            let x = inputs.rows(Some(backward), elements.clone());
+            self.d_weight(rows).run(d_logits, x, &mut d_weight, mode, none(), scratch).expect(FITS);
+            backward.d_weight = Some(d_weight);
+        }
+        // dx is computed last, because it may overwrite x.
+        let dx = &mut backward.dx[elements];
+        self.dx(rows).run(d_logits, inputs.weight, dx, Mode::Overwrite, none(), scratch).expect(FITS);
     }
 }
 
 pub(super) struct Inputs<'a, T> {
-    /// x, or `None` if x and dx share their bytes, so that `dx` initially holds x.
+    /// x, or `None` if x and dx share their bytes, so that `dx` initially holds x in f32.
     pub x: Option<&'a [T]>,
     pub weight: &'a [T],
     pub targets: &'a [u32],
@@ -71,6 +82,20 @@ impl<'a, T: Factor> Inputs<'a, T> {
         let x = (!args.is_overwritten(0)).then(|| args.input(0));
         Self { x, weight: args.input(1), targets: args.input(2), loss }
     }
+
+    /// Returns a range of the elements of x.
+    fn rows<'x>(&'x self, backward: Option<&'x Backward<'_>>, elements: Range<usize>) -> &'x [T] {
+        match (self.x, backward) {
+            (Some(x), _) => &x[elements],
+            (None, Some(Backward { dx, .. })) => &elements_of(&dx[elements.clone()])[..elements.len()],
+            (None, None) => unreachable!("only dx overwrites x"),
+        }
+    }
+}
+
+/// Returns the bytes of floats as floats, or as twice as many bf16 numbers.
+fn elements_of<T: Factor>(floats: &[f32]) -> &[T] {
+    T::elements(f32::bytes(floats)).expect("floats are aligned for bf16")
 }
 
 pub(super) struct Losses<'a> {
@@ -114,9 +139,9 @@ impl Upstream<'_> {
 }
 
 /// Computes the loss of each row of logits. Where `d_loss` returns a value, replaces the row's logits by their
-/// gradient, which is (softmax − one-hot)·d_loss without additional terms or a cap. Other rows of logits have
-/// unspecified values afterwards.
-fn cross_entropy(
+/// gradient, which is (softmax − one-hot)·d_loss without additional terms or a cap. If `T` is bf16, the gradient is
+/// rounded, and is in the first half of the row's bytes. Other rows of logits have unspecified values afterwards.
+fn cross_entropy<T: Factor>(
     logits: &mut [f32],
     targets: &[u32],
     Losses { losses, likelihoods }: Losses<'_>,
@@ -174,6 +199,9 @@ fn cross_entropy(
                             logits[target] -= terms.keep * d_loss * (1.0 - (logit / cap) * (logit / cap));
                         }
                     }
+                    if T::IS_BF16 {
+                        round_in_place(logits);
+                    }
                 }
             });
         },
@@ -182,6 +210,7 @@ fn cross_entropy(
 
 #[cfg(test)]
 mod tests {
+    use gapless_kernels::cpu::bf16::Stored as bf16;
     use gapless_testing::prelude::*;
 
     use super::super::chunks::Products;
@@ -211,9 +240,9 @@ mod tests {
     }
 
     /// The operands and the results of a case.
-    struct Run {
-        x: Vec<f32>,
-        weight: Vec<f32>,
+    struct Run<T> {
+        x: Vec<T>,
+        weight: Vec<T>,
         targets: Vec<u32>,
         losses: Vec<f32>,
         dx: Vec<f32>,
@@ -223,22 +252,22 @@ mod tests {
     impl Case {
         /// Runs the case in several calls with the same number of sequences each. If `d_weight` is computed, each call
         /// adds to `d_weight`. If `over_x` is true, dx overwrites x; otherwise, dx is a separate tensor.
-        fn run(self, calls: usize, threads: usize, over_x: bool, products: Products) -> Run {
+        fn run<T: Factor>(self, calls: usize, threads: usize, over_x: bool, products: Products) -> Run<T> {
             let Self { batch, sequence, width, vocabulary, counted: loss } = self;
             let rows = batch * sequence;
             let targets = random(rows, 3).iter().map(|x| ((x + 1.0) * 0.5 * vocabulary as f32) as u32).collect();
             let mut run = Run {
-                x: random(rows * width, 1),
-                weight: random(vocabulary * width, 2),
+                x: random(rows * width, 1).into_iter().map(T::store).collect(),
+                weight: random(vocabulary * width, 2).into_iter().map(T::store).collect(),
                 targets,
                 losses: vec![f32::NAN; rows],
                 dx: vec![f32::NAN; rows * width],
                 d_weight: vec![f32::NAN; vocabulary * width],
             };
             if over_x {
-                run.dx.copy_from_slice(&run.x);
+                run.dx.iter_mut().zip(&run.x).for_each(|(dx, x)| *dx = x.load());
             }
-            let chunks = Chunks::new(&[batch / calls, sequence, width], &[vocabulary, width]);
+            let chunks = Chunks::new(&[batch / calls, sequence, width], &[vocabulary, width], T::DTYPE);
             let mut memory = ScratchMemory::new(&chunks.scratch(products, threads));
             for call in 0..calls {
                 let rows = call * rows / calls..(call + 1) * rows / calls;
@@ -261,15 +290,16 @@ mod tests {
             run
         }
 
-        fn check(self) {
+        fn check<T: Factor>(self) {
             let Self { batch, sequence, width, vocabulary, counted } = self;
-            let run = self.run(1, 2, false, Products::Both);
-            let frozen = self.run(1, 2, true, Products::Dx);
+            let run = self.run::<T>(1, 2, false, Products::Both);
+            let frozen = self.run::<T>(1, 2, true, Products::Dx);
             assert!(run.losses == frozen.losses && run.dx == frozen.dx, "{self:?} of a frozen weight");
-            for other in [self.run(1, 3, true, Products::Both), self.run(batch, 1, false, Products::Both)] {
+            for other in [self.run::<T>(1, 3, true, Products::Both), self.run(batch, 1, false, Products::Both)] {
                 assert!(run.losses == other.losses && run.dx == other.dx && run.d_weight == other.d_weight, "{self:?}");
             }
-            let array = |dims: &[usize], data: &[f32]| Array::new(dims, data.iter().map(|&x| f64::from(x)).collect());
+            let array =
+                |dims: &[usize], data: &[T]| Array::new(dims, data.iter().map(|x| f64::from(x.load())).collect());
             let (x, weight) = (array(&[batch, sequence, width], &run.x), array(&[vocabulary, width], &run.weight));
             let targets = Array::new(&[batch, sequence], run.targets.iter().map(|&x| f64::from(x)).collect());
             let losses = reference_losses(&x, &weight, &targets, &counted);
@@ -283,7 +313,9 @@ mod tests {
                 // Sums of up to 700 f32 elements have an error of a few multiples of 2⁻²⁴. If the vocabulary has one
                 // token, every result is a difference of terms of about 1, which is zero except for rounding.
                 let rounding = 2f64.powi(-22) * (batch as f64 * sequence as f64).sqrt();
-                assert!(error.sqrt() <= 1e-5 * scale.sqrt() + rounding, "{name} of {self:?}: {error} of {scale}");
+                // The gradients of logits are rounded to bf16, the losses are not.
+                let relative = if T::IS_BF16 && name != "losses" { 2f64.powi(-9) } else { 1e-5 };
+                assert!(error.sqrt() <= relative * scale.sqrt() + rounding, "{name} of {self:?}: {error} of {scale}");
             }
         }
     }
@@ -297,20 +329,21 @@ mod tests {
             cap in prop::sample::select(vec![None, Some(1.5)]),
         ) {
             let counted = LossDefinition { terms: LossTerms { label_smoothing, z_loss }, cap };
-            Case { batch, sequence, width, vocabulary, counted }.check();
+            Case { batch, sequence, width, vocabulary, counted }.check::<f32>();
+            Case { batch, sequence, width, vocabulary, counted }.check::<bf16>();
         }
     }
 
     #[test]
     fn a_piece_may_leave_a_rest() {
         let counted = LossDefinition::default();
-        Case { batch: 2, sequence: 513, width: 5, vocabulary: 30, counted }.check();
-        Case { batch: 3, sequence: 100, width: 5, vocabulary: 30, counted }.check();
+        Case { batch: 2, sequence: 513, width: 5, vocabulary: 30, counted }.check::<f32>();
+        Case { batch: 3, sequence: 100, width: 5, vocabulary: 30, counted }.check::<f32>();
     }
 
     /// Returns the numbers of rows of the chunks.
     fn chunks(x: &[usize], vocabulary: usize) -> Vec<usize> {
-        Chunks::new(x, &[vocabulary, x[x.len() - 1]]).ranges().map(|range| range.len()).collect()
+        Chunks::new(x, &[vocabulary, x[x.len() - 1]], f32::DTYPE).ranges().map(|range| range.len()).collect()
     }
 
     #[test]
