@@ -37,6 +37,9 @@ struct Args {
     /// Compare the rows with the table of this page; the exit code is 1 if they differ
     #[arg(long, value_name = "PAGE.md", conflicts_with_all = ["tsv", "markdown"])]
     check: Option<PathBuf>,
+    /// Further allocators, separated by commas
+    #[arg(long, value_delimiter = ',', value_name = "NAMES", conflicts_with_all = ["markdown", "check"])]
+    allocators: Vec<Kind>,
     /// Between any two steps, run a step whose sequences are three quarters as long
     #[arg(long, conflicts_with = "check")]
     vary_lengths: bool,
@@ -106,10 +109,11 @@ impl Outcome {
     }
 }
 
-const PEERS: [Kind; 5] = [Kind::Gapless, Kind::StAlloc, Kind::PyTorch, Kind::PyTorchExpandable, Kind::GmLake];
+/// The allocators of the table. `--allocators` adds others.
+const PEERS: [Kind; 5] = [Kind::GAPLESS, Kind::STALLOC, Kind::PYTORCH, Kind::PYTORCH_EXPANDABLE, Kind::GMLAKE];
 
 /// The loads of experts under which mixtures are measured.
-const LOADS: [ExpertLoad; 3] = [ExpertLoad::EVEN, ExpertLoad::Skewed(0.6), ExpertLoad::Worst];
+static LOADS: [ExpertLoad; 3] = [ExpertLoad::EVEN, ExpertLoad::Skewed(0.6), ExpertLoad::Worst];
 
 fn main() -> Result<()> {
     let args = Args::parse();
@@ -129,7 +133,7 @@ fn main() -> Result<()> {
     let is_chosen = |row: &&Row| (args.all || row.quick || !args.row.is_empty()) && row.name.contains(&args.row);
     for row in rows()?.iter().filter(is_chosen) {
         let facts = facts(&row.name)?;
-        for measured in measure(row, args.vary_lengths).with_context(|| row.name.clone())? {
+        for measured in measure(row, &args.allocators, args.vary_lengths).with_context(|| row.name.clone())? {
             let line = line(&measured, row, &facts);
             match &page {
                 Some(page) if page.lines().any(|known| known == line) => {}
@@ -159,7 +163,7 @@ fn rows() -> Result<Vec<Row>> {
 
 /// Measures gapless on its own lifetimes, and all allocators on the lifetimes of an eager framework. A mixture is
 /// measured once for each load of its experts.
-fn measure(row: &Row, vary_lengths: bool) -> Result<Vec<Measured>> {
+fn measure(row: &Row, further: &[Kind], vary_lengths: bool) -> Result<Vec<Measured>> {
     let mut step = Step::new(&RunConfig::parse(&row.run.to_string(), &[])?)?;
     // As in Megatron.
     step.options.pipeline.cut = StagePartition::Equal;
@@ -168,9 +172,9 @@ fn measure(row: &Row, vary_lengths: bool) -> Result<Vec<Measured>> {
     let executable = step.plan(&step.program(&graph, rank)?)?;
     let is_mixture = matches!(step.architecture(), Architecture::Moe(_));
     let loads = if is_mixture { &LOADS[..] } else { &LOADS[..1] };
-    let of_load = |&load: &ExpertLoad| {
+    let of_load = |load: &ExpertLoad| {
         let mut step = step.clone();
-        step.expert_load = load;
+        step.expert_load = load.clone();
         let served = executable.serve_rows(&step.received_rows(&graph, rank)).map_err(TrainError::from)?;
         let own = match row.tensor {
             1 => served.solution.clone(),
@@ -184,7 +188,8 @@ fn measure(row: &Row, vary_lengths: bool) -> Result<Vec<Measured>> {
             other.options.sequence = other.options.sequence / 4 * 3;
             problem = in_turn(&problem, &other.eager(&other.record()?, rank)?)?;
         }
-        let comparison = Comparison { kinds: PEERS.to_vec(), iterations: 3, ..Comparison::default() };
+        let kinds = [&PEERS, further].concat();
+        let comparison = Comparison { kinds, iterations: 3, ..Comparison::default() };
         let compared = compare(&problem, &Requests::new(&problem), &comparison);
         let Solution { height, lower_bound, .. } = own;
         Ok(Measured {
@@ -405,7 +410,7 @@ mod tests {
             let is_marked = facts.iter().any(|fact| first.contains(&format!(" ({}) |", fact.range)));
             assert_eq!(is_marked, row.only_bytes, "{first}");
             if is_slow || ["GPT-2 345M, R", "OPT-1.3B, LoRA and R, batch 1"].contains(&&*row.name) {
-                for measured in measure(&row, false).unwrap() {
+                for measured in measure(&row, &[], false).unwrap() {
                     let line = line(&measured, &row, &facts);
                     assert!(page.lines().any(|known| known == line), "the page has another line than\n{line}");
                 }

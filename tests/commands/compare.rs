@@ -67,6 +67,27 @@ fn the_page_needs_nothing_but_itself() {
     assert!(!page.contains("http") && !page.contains("src="));
 }
 
+/// The first steps of a run contain the start: the states appear in the first update, so the first step has a lower peak.
+#[test]
+fn runs_have_a_start() {
+    let step = ["--model", "gpt:vocabulary=512,layers=2,heads=2,width=64", "--batch", "4", "--sequence", "16"];
+    let first = |more: &[&str]| compare(&[&step[..], &["--first-steps", "2"], more].concat());
+    let output = first(&["--lowering", "eager", "--json"]);
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    let object: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let number = |value: &Value| value.as_u64().unwrap();
+    let [before, states] = ["before_bytes", "states_bytes"].map(|name| number(&object["start_up"][name]));
+    // Two moments in f32 for each f32 parameter, and a step for each of 28 parameters; the rotary tables are none here.
+    assert_eq!(states, 2 * before + 4 * 28, "{object}");
+    let peaks: Vec<u64> = object["step_peaks"].as_array().unwrap().iter().map(number).collect();
+    assert!(peaks.len() == 2 && peaks[0] < peaks[1] && peaks[1] == number(&object["peak_live"]), "{object}");
+    let printed = text(&first(&["--lowering", "eager"]).stdout);
+    assert!(printed.contains("start of the run: ") && printed.contains("\nstep 2: at most "), "{printed}");
+    let refused = first(&[]);
+    assert!(text(&refused.stderr).contains("--first-steps is for eager frameworks"), "{}", text(&refused.stderr));
+    assert_eq!(refused.status.code(), Some(2));
+}
+
 #[test]
 fn steps_of_an_eager_framework_take_more() {
     let peak = |lowering: &str| {

@@ -99,6 +99,7 @@ const TABLES: &[(&str, &str, Source)] = &[
     ("docs/recompute.md", "| model | recomputed | compressed", PLAN),
     ("docs/runs.md", "| code | meaning", Stated("src/bin/gapless/main.rs")),
     ("docs/sweep.md", "| recording | experts", Compared("tests/eager.rs", "steps_allocate_what_the_library_does")),
+    ("docs/sweep.md", "| recording | steps", Compared("tests/eager.rs", "runs_start_as_those_of_the_library")),
     ("docs/sweep.md", "| profile | device", Stated("src/step/cards.rs")),
     ("docs/sweep.md", "| ranks | configurations", Printed("--bench predicted", "benches/predicted/main.rs")),
     (
