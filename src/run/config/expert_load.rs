@@ -3,7 +3,7 @@
 use std::fmt::{self, Display};
 use std::path::Path;
 use std::str::FromStr;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 /// The distribution of the tokens of a step over the experts of each layer, for commands that run no step.
 #[derive(Debug, Clone, PartialEq)]
@@ -19,10 +19,12 @@ pub enum ExpertLoad {
 }
 
 /// Loads of experts that were recorded in training.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(PartialEq)]
 pub struct RecordedLoad {
     /// The absolute path of the file.
     source: String,
+    /// Hash of the file.
+    digest: blake3::Hash,
     /// The number of tokens that chose an expert, by recorded step, layer of experts and expert. In each layer of each
     /// step, some expert was chosen.
     tokens: Vec<Vec<Vec<u64>>>,
@@ -35,12 +37,23 @@ impl RecordedLoad {
     ///
     /// # Errors
     /// Returns a text that says why if the file cannot be read, has another form, or if a step has no tokens in a layer.
-    pub fn read(path: &Path) -> Result<Self, String> {
+    pub fn read(path: &Path) -> Result<Arc<Self>, String> {
+        /// The recordings in use. All configurations of a sweep share one.
+        static KNOWN: Mutex<Vec<Weak<RecordedLoad>>> = Mutex::new(Vec::new());
         let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
         let source = path.display().to_string();
         let text = std::fs::read_to_string(&path).map_err(|why| format!("cannot read {source}: {why}"))?;
+        let digest = blake3::hash(text.as_bytes());
+        let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut in_use = known.iter().filter_map(Weak::upgrade);
+        if let Some(same) = in_use.find(|load| load.source == source && load.digest == digest) {
+            return Ok(same);
+        }
         let tokens = parse(&text).map_err(|why| format!("{source}: {why}"))?;
-        Ok(Self { source, tokens })
+        let load = Arc::new(Self { source, digest, tokens });
+        known.retain(|load| load.strong_count() > 0);
+        known.push(Arc::downgrade(&load));
+        Ok(load)
     }
 
     /// Number of layers with experts.
@@ -57,6 +70,13 @@ impl RecordedLoad {
     pub(crate) fn of_layer(&self, step: usize, layer: usize) -> &[u64] {
         let step = &self.tokens[step % self.tokens.len()];
         step.get(layer).map_or(&[], Vec::as_slice)
+    }
+}
+
+impl fmt::Debug for RecordedLoad {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { source, digest, .. } = self;
+        f.debug_struct("RecordedLoad").field("source", source).field("digest", digest).finish_non_exhaustive()
     }
 }
 
@@ -140,7 +160,7 @@ impl FromStr for ExpertLoad {
             _ => {}
         }
         if let Some(file) = text.strip_prefix("recorded:").filter(|file| !file.is_empty()) {
-            return RecordedLoad::read(Path::new(file)).map(Arc::new).map(Self::Recorded);
+            return RecordedLoad::read(Path::new(file)).map(Self::Recorded);
         }
         text.strip_prefix("skewed:").and_then(exponent).map(Self::Skewed).ok_or_else(|| {
             format!(
@@ -175,6 +195,7 @@ mod tests {
         };
         let load = read("step,layer,expert,tokens\n7,b,1,3\n7,a,0,2\n\n9,a,2,5\n9, b, 0, 1\n").unwrap();
         assert_eq!(load.to_string(), format!("recorded:{}", path.display()));
+        assert_eq!(load.to_string().parse(), Ok(load.clone()));
         let ExpertLoad::Recorded(load) = load else { panic!("it is recorded") };
         assert_eq!((load.layers(), load.experts()), (2, 3));
         let found = [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (0, 2)].map(|(step, layer)| load.of_layer(step, layer));
