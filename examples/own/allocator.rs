@@ -26,6 +26,7 @@ impl Allocator for PowersOfTwo {
         let bytes = bytes.next_power_of_two();
         let address = self.idle.get_mut(&bytes).and_then(Vec::pop).unwrap_or_else(|| {
             self.statistics.reserved.rise(bytes);
+            self.statistics.segments += 1;
             self.statistics.device_allocations += 1;
             self.end += bytes;
             self.end - bytes

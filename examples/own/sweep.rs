@@ -22,7 +22,8 @@ pub fn run() -> Result<()> {
     for row in &results.rows {
         let figures = row.figures.as_ref().with_context(|| format!("{:?}", row.why))?;
         let arena = figures.arena().context("every row is planned")?;
-        println!("{:?}: {arena} bytes, {} ns, {:?}", row.configuration, figures.nanoseconds, figures.reserved);
+        let values: Vec<String> = row.configuration.iter().map(|(key, value)| format!("{key} = {value}")).collect();
+        println!("{}: {arena} bytes, {} ns, {:?}", values.join(", "), figures.nanoseconds, figures.reserved);
     }
     for waste in fragmentation(&spec, &results.rows) {
         println!("{}: {:.1} % wasted, plans {:.1} %", waste.allocator, 100.0 * waste.mean, 100.0 * waste.planned);

@@ -230,15 +230,18 @@ fn check_load(load: &ExpertLoad, architecture: &Architecture) -> Result<(), Conf
     let (ExpertLoad::Recorded(load), Architecture::Moe(moe)) = (load, architecture) else { return Ok(()) };
     let layers = (0..moe.llama.layers).filter(|layer| !moe.dense_layers.contains(layer)).count();
     let experts = moe.router.experts;
+    let refused = |why| Err(ConfigError::value("estimate.expert_load", why, "name a recording of the same model"));
+    if let Some(why) = load.error() {
+        return refused(why);
+    }
     if (load.layers(), load.experts().max(experts)) == (layers, experts) {
         return Ok(());
     }
-    let why = format!(
+    refused(format!(
         "has {} layer(s) of {} experts, but the model has {layers} of {experts}",
         load.layers(),
         load.experts()
-    );
-    Err(ConfigError::value("estimate.expert_load", why, "name a recording of the same model"))
+    ))
 }
 
 /// Parses a list of ranks separated by commas, or the word `all`. The parameter `all` is the number of ranks.

@@ -204,10 +204,12 @@ fn mixtures_are_compared_on_the_same_rows() {
     let folder = tempfile::tempdir().unwrap();
     let lines = "step,layer,expert,tokens\n1,first,0,9\n1,first,1,9\n1,second,0,9\n1,second,1,9\n";
     let recorded = format!("recorded:{}", file(&folder, "load.csv", lines).display());
-    assert_eq!(json(&["--expert-load", &recorded])["table_hash"], loads[2]["table_hash"]);
+    let replayed = json(&["--expert-load", &recorded, "--allocators", "ideal"]);
+    assert_eq!(replayed["table_hash"], loads[2]["table_hash"]);
     // An eager framework gets the same rows.
-    let eager = ["even", "worst", &recorded]
-        .map(|load| json(&["--lowering", "eager", "--expert-load", load])["peak_live"].as_u64());
+    let eager = ["even", "worst", &recorded].map(|load| {
+        json(&["--lowering", "eager", "--expert-load", load, "--allocators", "ideal"])["peak_live"].as_u64()
+    });
     assert!(eager[0] < eager[1] && eager[1] == eager[2], "{eager:?}");
     let wrong = compare(&[&step[..], &["--expert-load", "all"]].concat());
     assert!(text(&wrong.stderr).contains("skewed:A"), "{wrong:?}");

@@ -208,9 +208,12 @@ fn every_table_of_measurements_has_a_source() {
                 assert!(code.contains(&format!("fn {test}()")), "{file} has no test {test}");
                 assert!(code.contains(page), "{file} does not read {page}");
             }
-            Printed(command, ..) => {
+            Printed(command, _, why) => {
                 assert!(!command.is_empty(), "{page}: no command is listed for {start:?}");
-                assert!(text.contains(command), "{page} does not name the command {command:?}");
+                assert!(
+                    text.contains(command),
+                    "{page} does not name the command {command:?}, and no test compares its table ({why:?})"
+                );
             }
             Stated(_) => {}
         }

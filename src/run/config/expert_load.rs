@@ -18,58 +18,66 @@ pub enum ExpertLoad {
     Recorded(Arc<RecordedLoad>),
 }
 
-/// Loads of experts that were recorded in training.
+/// Loads of experts that were recorded in training. If they cannot be read, no step can be made of the run, but it can be
+/// trained, because training does not need them.
 #[derive(PartialEq)]
 pub struct RecordedLoad {
     /// The absolute path of the file.
     source: String,
     /// Hash of the file.
     digest: blake3::Hash,
-    /// The number of tokens that chose an expert, by recorded step, layer of experts and expert. In each layer of each
-    /// step, some expert was chosen.
-    tokens: Vec<Vec<Vec<u64>>>,
+    /// The number of tokens that chose an expert, by recorded step, layer of experts and expert, or the reason why they
+    /// cannot be read. In each layer of each step, some expert was chosen.
+    tokens: Result<Vec<Vec<Vec<u64>>>, String>,
 }
 
 impl RecordedLoad {
     /// Reads a CSV file with the columns `step,layer,expert,tokens`. The lines of a step follow each other. Layers are
     /// those of the model with experts, in the order of their first lines, whatever their names. Experts count from 0.
-    /// An expert that is left out was chosen by no token.
-    ///
-    /// # Errors
-    /// Returns a text that says why if the file cannot be read, has another form, or if a step has no tokens in a layer.
-    pub fn read(path: &Path) -> Result<Arc<Self>, String> {
+    /// An expert that is left out was chosen by no token. [`Self::error`] says why a file cannot be read.
+    pub fn read(path: &Path) -> Arc<Self> {
         /// The recordings in use. All configurations of a sweep share one.
         static KNOWN: Mutex<Vec<Weak<RecordedLoad>>> = Mutex::new(Vec::new());
         let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
         let source = path.display().to_string();
-        let text = std::fs::read_to_string(&path).map_err(|why| format!("cannot read {source}: {why}"))?;
-        let digest = blake3::hash(text.as_bytes());
+        let text = std::fs::read_to_string(&path);
+        let digest = blake3::hash(text.as_deref().unwrap_or_default().as_bytes());
         let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
         let mut in_use = known.iter().filter_map(Weak::upgrade);
         if let Some(same) = in_use.find(|load| load.source == source && load.digest == digest) {
-            return Ok(same);
+            return same;
         }
-        let tokens = parse(&text).map_err(|why| format!("{source}: {why}"))?;
+        let tokens = text.map_err(|why| format!("cannot be read: {why}")).and_then(|text| parse(&text));
         let load = Arc::new(Self { source, digest, tokens });
         known.retain(|load| load.strong_count() > 0);
         known.push(Arc::downgrade(&load));
-        Ok(load)
+        load
+    }
+
+    /// The reason why the file cannot be read: it is missing, has another form, or a step has no tokens in a layer.
+    pub fn error(&self) -> Option<String> {
+        self.tokens.as_ref().err().map(|why| format!("{}: {why}", self.source))
+    }
+
+    fn steps(&self) -> &[Vec<Vec<u64>>] {
+        self.tokens.as_deref().unwrap_or_default()
     }
 
     /// Number of layers with experts.
     pub fn layers(&self) -> usize {
-        self.tokens.first().map_or(0, Vec::len)
+        self.steps().first().map_or(0, Vec::len)
     }
 
     /// Number of experts of a layer, as far as any was chosen.
     pub fn experts(&self) -> usize {
-        self.tokens.iter().flatten().map(Vec::len).max().unwrap_or(0)
+        self.steps().iter().flatten().map(Vec::len).max().unwrap_or(0)
     }
 
     /// The number of tokens that chose each expert of the n-th layer in a step. Steps are repeated.
     pub(crate) fn of_layer(&self, step: usize, layer: usize) -> &[u64] {
-        let step = &self.tokens[step % self.tokens.len()];
-        step.get(layer).map_or(&[], Vec::as_slice)
+        let steps = self.steps();
+        let found = steps.get(step % steps.len().max(1)).and_then(|step| step.get(layer));
+        found.map_or(&[], Vec::as_slice)
     }
 }
 
@@ -160,7 +168,7 @@ impl FromStr for ExpertLoad {
             _ => {}
         }
         if let Some(file) = text.strip_prefix("recorded:").filter(|file| !file.is_empty()) {
-            return RecordedLoad::read(Path::new(file)).map(Self::Recorded);
+            return Ok(Self::Recorded(RecordedLoad::read(Path::new(file))));
         }
         text.strip_prefix("skewed:").and_then(exponent).map(Self::Skewed).ok_or_else(|| {
             format!(
@@ -208,8 +216,9 @@ mod tests {
             ("step,layer,expert,tokens\n1,a,0,-1\n", "line 2"),
             ("step,layer,expert,tokens\n1,a,0,1\n1,b,0,1\n2,a,0,1\n", "step number 2 has no tokens in layer b"),
         ] {
-            assert!(read(text).unwrap_err().contains(why), "{text}");
+            let Ok(ExpertLoad::Recorded(load)) = read(text) else { panic!("it is recorded") };
+            assert!(load.error().is_some_and(|error| error.contains(why)) && load.layers() == 0, "{text}");
         }
-        assert!("recorded:missing.csv".parse::<ExpertLoad>().unwrap_err().contains("cannot read"));
+        assert!(RecordedLoad::read(Path::new("missing.csv")).error().unwrap().contains("cannot be read"));
     }
 }

@@ -185,7 +185,7 @@ impl fmt::Display for Compared {
         let times = if self.iterations == 1 { "once".to_owned() } else { format!("{} times", self.iterations) };
         writeln!(
             f,
-            "\npeak live bytes: {} ({:.3} GiB); the step runs {times} on a device of {:.1} GiB",
+            "\npeak live bytes: {} ({:.3} GiB); the program runs {times} on a device of {:.1} GiB",
             self.peak_live,
             gib(self.peak_live),
             gib(self.capacity)
