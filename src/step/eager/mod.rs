@@ -5,10 +5,10 @@
 //! temporaries and workspaces, gradient accumulation, and frees when the last reference is dropped. No kernel runs and
 //! no value is computed.
 //!
-//! - `rules` has the allocations of each operation, `experts` those of mixtures of experts.
 //! The table is of a steady step. [`Step::eager_run`] computes the table of the first steps of a run, in which the
 //! optimizer's states appear with the first update.
 //!
+//! - `rules` has the allocations of each operation, `experts` those of mixtures of experts.
 //! - `tape` counts references; `autograd` runs backwards.
 //! - `stage` selects the part of the graph that a rank runs, and `run` walks through it.
 
