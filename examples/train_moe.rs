@@ -4,11 +4,12 @@
 //! and exchange rows as two GPUs would. The line that is printed for each step has one bar per expert, which shows the
 //! expert's load over all layers.
 
+use std::fmt::Write;
 use std::ops::ControlFlow::Continue;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use anyhow::{Error, Result, ensure};
+use anyhow::{Context, Error, Result, ensure};
 use clap::{CommandFactory, FromArgMatches, Parser, ValueEnum, parser::ValueSource};
 use gapless::models::{Moe, MoeConfig, MoeStyle};
 use gapless::prelude::*;
@@ -61,6 +62,10 @@ struct Args {
     /// The policy when that room is not enough: error, grow or recompute
     #[arg(long, default_value = "error")]
     overflow: String,
+    /// Where to write the load of the experts in every tenth step, for --expert-load recorded:FILE.csv of gapless compare
+    #[arg(long, value_name = "FILE.csv")]
+    #[serde(skip)]
+    load: Option<PathBuf>,
     #[arg(long, default_value_t = 2e-3)]
     lr: f64,
     #[arg(long, default_value_t = 0)]
@@ -101,7 +106,7 @@ fn main() -> Result<ExitCode> {
     let flags = Args::command().get_matches();
     let (mut args, console) = (Args::from_arg_matches(&flags)?, Console::default());
     ensure!(args.expert_ranks > 0, "--expert-ranks is at least 1");
-    let folder = RunFolder::open(&args.out)?;
+    let (folder, load) = (RunFolder::open(&args.out)?, args.load.take());
     let checkpoint = if args.resume { Some(folder.newest()?) } else { None };
     if let Some(checkpoint) = &checkpoint {
         let is_given = |flag: &str| flags.value_source(flag) == Some(ValueSource::CommandLine);
@@ -120,7 +125,7 @@ fn main() -> Result<ExitCode> {
     let fit = TrainingLoop::new(&training, args.steps).save(&folder, args.save_every, run).stop(&stop);
     let trained = communicator::on_threads(args.expert_ranks, |world| {
         let mut trainer = Trainer::builder(|vb| Moe::new(&config, vb), options.clone()).distributed(world).build()?;
-        Ok(train(&mut trainer, &fit, &folder, checkpoint.as_ref(), &console))
+        Ok(train(&mut trainer, &fit, &folder, checkpoint.as_ref(), load.as_deref(), &console))
     });
     trained?.into_iter().collect::<Result<(), _>>()?;
     Ok(console.exit_code(&stop)?)
@@ -149,19 +154,25 @@ fn options(args: &Args) -> Result<TrainOptions> {
     })
 }
 
-/// Runs the training loop of this rank. Only rank 0 prints.
+/// Runs the training loop of this rank. Only rank 0 prints, and writes the loads to `load`.
 fn train(
     trainer: &mut Trainer,
     fit: &TrainingLoop,
     folder: &RunFolder,
     checkpoint: Option<&Checkpoint>,
+    load: Option<&Path>,
     console: &Console,
 ) -> Result<(), RunError> {
     folder.begin(trainer, checkpoint, console)?;
+    let mut recorded = String::from("step,layer,expert,tokens\n");
     fit.run(trainer, |event, trainer| {
         let is_told = trainer.rank() == 0;
         match &event {
             Event::Step { .. } if is_told && trainer.steps() % 10 == 0 => {
+                if let Some(path) = load {
+                    record(trainer, &mut recorded)?;
+                    std::fs::write(path, &recorded).with_context(|| format!("cannot write {}", path.display()))?;
+                }
                 let Balance { bars, most, dropped } = balance(trainer)?;
                 console.say(format_args!("{event} load {bars} most {most:.2} × the mean, {dropped} dropped"));
             }
@@ -174,6 +185,17 @@ fn train(
         match trainer.routing() {
             Some(report) => console.say(report.to_string().trim_end()),
             None => console.say("one rank has all experts, so all sizes were planned"),
+        }
+    }
+    Ok(())
+}
+
+/// Adds the load of the last step: a line for each expert of each layer.
+fn record(trainer: &Trainer, recorded: &mut String) -> Result<()> {
+    for (name, layer) in trainer.watched_names().filter_map(|name| Some((name, name.strip_suffix(".load")?))) {
+        let tokens: Vec<f32> = trainer.watched(name)?.flatten_all()?.to_vec1()?;
+        for (expert, tokens) in tokens.iter().enumerate() {
+            writeln!(recorded, "{},{layer},{expert},{tokens}", trainer.steps())?;
         }
     }
     Ok(())

@@ -4,7 +4,9 @@
 use std::collections::BTreeMap;
 
 use anyhow::Result;
-use gapless::allocators::{Allocator, Block, Extent, Kind, OutOfMemory, Requests, Statistics, Stream, replay};
+use gapless::allocators::{
+    Allocator, Block, Comparison, Extent, Kind, OutOfMemory, Requests, Statistics, Stream, compare,
+};
 use gapless::step::Step;
 
 #[derive(Debug, Default)]
@@ -24,6 +26,7 @@ impl Allocator for PowersOfTwo {
         let bytes = bytes.next_power_of_two();
         let address = self.idle.get_mut(&bytes).and_then(Vec::pop).unwrap_or_else(|| {
             self.statistics.reserved.rise(bytes);
+            self.statistics.segments += 1;
             self.statistics.device_allocations += 1;
             self.end += bytes;
             self.end - bytes
@@ -46,13 +49,12 @@ impl Allocator for PowersOfTwo {
     }
 }
 
-/// Compares this allocator with PyTorch's allocator on the requests of an eager framework.
+/// Registers this allocator, and compares it with all others on the requests of an eager framework.
 pub fn run(step: &Step) -> Result<()> {
+    // The model has no limit: it ignores the capacity of the device.
+    Kind::register("powers-of-two", false, |_| Box::new(PowersOfTwo::default()))?;
     let problem = step.eager(&step.record()?, 0)?;
-    let requests = Requests::new(&problem);
-    for mut allocator in [Box::new(PowersOfTwo::default()), Kind::PyTorch.build(80 << 30, &problem, &requests)] {
-        let report = replay(&requests, &mut *allocator, 3)?;
-        println!("{}: {} bytes of {} live", report.allocator, report.peak_reserved(), requests.peak_live());
-    }
+    let comparison = Comparison { iterations: 3, ..Comparison::default() };
+    print!("{}", compare(&problem, &Requests::new(&problem), &comparison));
     Ok(())
 }

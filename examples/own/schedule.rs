@@ -1,11 +1,10 @@
 //! A schedule of your own: like 1F1B, but every rank starts with one more forward.
 
-use std::sync::Arc;
-
 use anyhow::Result;
-use gapless::parallel::{Action, Error, Kind, Schedule, Sends, Shape, check};
+use gapless::parallel::{Action, Error, Kind, Schedule, Sends, Shape, by_name, check, register};
 use gapless::step::Step;
 
+#[derive(Clone)]
 struct Eager1F1B;
 
 impl Schedule for Eager1F1B {
@@ -28,20 +27,20 @@ impl Schedule for Eager1F1B {
     }
 }
 
-/// Compares the time and the exact bytes of this schedule with those of 1F1B.
+/// Registers this schedule, and compares its time and exact bytes with those of 1F1B.
 pub fn run(mut step: Step) -> Result<()> {
     let shape = step.shape();
     let table = Eager1F1B.table(&shape)?;
     let stages = shape.ranks * shape.chunks;
     anyhow::ensure!(check(&table, stages, shape.micro_batches, Sends::Buffered).is_empty(), "it does not train");
-    let mine: Arc<dyn Schedule + Send + Sync> = Arc::new(Eager1F1B);
-    for schedule in [step.options.pipeline.schedule.clone(), mine] {
-        step.options.pipeline.schedule = schedule;
+    register(Eager1F1B)?;
+    for name in ["1f1b", "eager-1f1b"] {
+        step.options.pipeline.schedule = by_name(name)?.into();
         let programs = step.programs(&step.record()?)?;
         let nanoseconds = step.timing(&programs)?.nanoseconds();
         let arenas: Vec<u64> =
             programs.iter().map(|program| Ok(step.plan(program)?.arena_bytes())).collect::<Result<_>>()?;
-        println!("{}: {nanoseconds} ns, arenas of {arenas:?} bytes", step.options.pipeline.schedule.name());
+        println!("{name}: {nanoseconds} ns, arenas of {arenas:?} bytes");
     }
     Ok(())
 }

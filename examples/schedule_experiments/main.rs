@@ -37,6 +37,12 @@ struct Args {
     /// Compare the rows with the table of this page; the exit code is 1 if they differ
     #[arg(long, value_name = "PAGE.md", conflicts_with_all = ["tsv", "markdown"])]
     check: Option<PathBuf>,
+    /// Further allocators, separated by commas
+    #[arg(long, value_delimiter = ',', value_name = "NAMES", conflicts_with_all = ["markdown", "check"])]
+    allocators: Vec<Kind>,
+    /// The load of experts: even, skewed:A, worst, or recorded:FILE.csv; by default three of them in turn
+    #[arg(long, value_name = "LOAD", conflicts_with_all = ["markdown", "check"])]
+    expert_load: Option<ExpertLoad>,
     /// Between any two steps, run a step whose sequences are three quarters as long
     #[arg(long, conflicts_with = "check")]
     vary_lengths: bool,
@@ -106,10 +112,11 @@ impl Outcome {
     }
 }
 
-const PEERS: [Kind; 5] = [Kind::Gapless, Kind::StAlloc, Kind::PyTorch, Kind::PyTorchExpandable, Kind::GmLake];
+/// The allocators of the table. `--allocators` adds others.
+const PEERS: [Kind; 5] = [Kind::GAPLESS, Kind::STALLOC, Kind::PYTORCH, Kind::PYTORCH_EXPANDABLE, Kind::GMLAKE];
 
 /// The loads of experts under which mixtures are measured.
-const LOADS: [ExpertLoad; 3] = [ExpertLoad::EVEN, ExpertLoad::Skewed(0.6), ExpertLoad::Worst];
+static LOADS: [ExpertLoad; 3] = [ExpertLoad::EVEN, ExpertLoad::Skewed(0.6), ExpertLoad::Worst];
 
 fn main() -> Result<()> {
     let args = Args::parse();
@@ -129,7 +136,9 @@ fn main() -> Result<()> {
     let is_chosen = |row: &&Row| (args.all || row.quick || !args.row.is_empty()) && row.name.contains(&args.row);
     for row in rows()?.iter().filter(is_chosen) {
         let facts = facts(&row.name)?;
-        for measured in measure(row, args.vary_lengths).with_context(|| row.name.clone())? {
+        for measured in measure(row, &args.allocators, args.expert_load.as_ref(), args.vary_lengths)
+            .with_context(|| row.name.clone())?
+        {
             let line = line(&measured, row, &facts);
             match &page {
                 Some(page) if page.lines().any(|known| known == line) => {}
@@ -159,7 +168,7 @@ fn rows() -> Result<Vec<Row>> {
 
 /// Measures gapless on its own lifetimes, and all allocators on the lifetimes of an eager framework. A mixture is
 /// measured once for each load of its experts.
-fn measure(row: &Row, vary_lengths: bool) -> Result<Vec<Measured>> {
+fn measure(row: &Row, further: &[Kind], load: Option<&ExpertLoad>, vary_lengths: bool) -> Result<Vec<Measured>> {
     let mut step = Step::new(&RunConfig::parse(&row.run.to_string(), &[])?)?;
     // As in Megatron.
     step.options.pipeline.cut = StagePartition::Equal;
@@ -167,10 +176,14 @@ fn measure(row: &Row, vary_lengths: bool) -> Result<Vec<Measured>> {
     let rank = step.ranks[0];
     let executable = step.plan(&step.program(&graph, rank)?)?;
     let is_mixture = matches!(step.architecture(), Architecture::Moe(_));
-    let loads = if is_mixture { &LOADS[..] } else { &LOADS[..1] };
-    let of_load = |&load: &ExpertLoad| {
+    let loads = match load {
+        Some(load) => std::slice::from_ref(load),
+        None if is_mixture => &LOADS[..],
+        None => &LOADS[..1],
+    };
+    let of_load = |load: &ExpertLoad| {
         let mut step = step.clone();
-        step.expert_load = load;
+        step.expert_load = load.clone();
         let served = executable.serve_rows(&step.received_rows(&graph, rank)).map_err(TrainError::from)?;
         let own = match row.tensor {
             1 => served.solution.clone(),
@@ -184,7 +197,8 @@ fn measure(row: &Row, vary_lengths: bool) -> Result<Vec<Measured>> {
             other.options.sequence = other.options.sequence / 4 * 3;
             problem = in_turn(&problem, &other.eager(&other.record()?, rank)?)?;
         }
-        let comparison = Comparison { kinds: PEERS.to_vec(), iterations: 3, ..Comparison::default() };
+        let kinds = [&PEERS, further].concat();
+        let comparison = Comparison { kinds, iterations: 3, ..Comparison::default() };
         let compared = compare(&problem, &Requests::new(&problem), &comparison);
         let Solution { height, lower_bound, .. } = own;
         Ok(Measured {
@@ -390,11 +404,13 @@ fn print(args: &Args, row: &Row, facts: &[Fact], measured: &Measured) {
 mod tests {
     use super::*;
 
-    /// The page has the lines that this program prints: of every row with `GAPLESS_SLOW_TESTS=1`, else of the smallest.
+    /// The page has the lines that this program prints: of every row with `GAPLESS_SLOW_TESTS=1`, and of those with steps of
+    /// other lengths, else of the smallest rows.
     #[test]
     fn the_table_of_the_page_is_what_this_prints() {
         let page = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/experiments.md")).unwrap();
         assert!(page.contains(HEAD), "write the table of docs/experiments.md again with --all --markdown");
+        let (page, varied) = page.split_once("| step, with steps of other lengths |").unwrap();
         let is_slow = std::env::var_os("GAPLESS_SLOW_TESTS").is_some();
         for row in rows().unwrap() {
             let facts = facts(&row.name).unwrap();
@@ -404,10 +420,13 @@ mod tests {
             let first = first.unwrap_or_else(|| panic!("{} is missing", row.name));
             let is_marked = facts.iter().any(|fact| first.contains(&format!(" ({}) |", fact.range)));
             assert_eq!(is_marked, row.only_bytes, "{first}");
-            if is_slow || ["GPT-2 345M, R", "OPT-1.3B, LoRA and R, batch 1"].contains(&&*row.name) {
-                for measured in measure(&row, false).unwrap() {
+            let is_compared = is_slow || ["GPT-2 345M, R", "OPT-1.3B, LoRA and R, batch 1"].contains(&&*row.name);
+            let is_varied = is_slow && varied.contains(&format!("\n{name} |"));
+            for (table, is_chosen, vary_lengths) in [(page, is_compared, false), (varied, is_varied, true)] {
+                let measured = if is_chosen { measure(&row, &[], None, vary_lengths).unwrap() } else { Vec::new() };
+                for measured in measured {
                     let line = line(&measured, &row, &facts);
-                    assert!(page.lines().any(|known| known == line), "the page has another line than\n{line}");
+                    assert!(table.lines().any(|known| known == line), "the page has another line than\n{line}");
                 }
             }
         }

@@ -37,6 +37,10 @@ pub enum Error {
     Mesh { data: usize, pipeline: usize, expert: usize },
     #[error("unknown schedule {name:?}; choose one of {known}, or the path of a table that ends in .csv")]
     Unknown { name: String, known: String },
+    #[error(
+        "a schedule cannot be registered as {name:?}; choose a name that no schedule has and that does not end in .csv"
+    )]
+    Name { name: &'static str },
     #[error("{table}: {why}")]
     Table { table: String, why: String },
     #[error("row {row}, cell {cell}: {text:?} is not {expected}")]

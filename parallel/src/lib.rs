@@ -57,7 +57,7 @@ pub use mesh::{Coordinate, Mesh};
 pub use schedule::{
     Automatic, DualPipeV, GPipe, Interleaved, InterleavedZeroBubble, LayeredAccumulation, LoopedBreadthFirst,
     ModularPipeline, OneForwardOneBackward, Placement, Saved, Schedule, SearchedZb, SearchedZbv, Shape, Tabulated,
-    VHalf, VMin, VOneForwardOneBackward, ZbH1, ZbH2, Zbv, all, by_name, read_table_file,
+    VHalf, VMin, VOneForwardOneBackward, ZbH1, ZbH2, Zbv, all, by_name, read_table_file, register,
 };
 pub use simulate::{Span, Stuck, Timeline, simulate};
 pub use table_text::{read_table, write_table};

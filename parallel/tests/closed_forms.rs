@@ -2,7 +2,8 @@
 //! papers.
 
 use gapless_parallel::{
-    Action, Cell, Costs, Error, Interleaved, Kind, Schedule, Sends, Shape, Violation, all, by_name, check, simulate,
+    Action, Cell, Costs, Error, Interleaved, Kind, Schedule, Sends, Shape, Violation, all, by_name, check, register,
+    simulate,
 };
 
 /// Returns all shapes of a range for which a schedule exists.
@@ -48,6 +49,31 @@ fn a_table_that_is_too_large_is_refused_before_it_is_made() {
     assert!(refused > 20, "{refused}");
     let long = Shape { ranks: 2, chunks: 2, micro_batches: 1 << 13 };
     assert!(matches!(by_name("automatic").unwrap().actions(&long), Err(Error::TooLarge { most: 16384, .. })));
+}
+
+/// A schedule of one's own, which only has a name.
+#[derive(Clone)]
+struct Named(&'static str);
+
+impl Schedule for Named {
+    fn name(&self) -> &'static str {
+        self.0
+    }
+
+    fn actions(&self, _: &Shape) -> Result<Vec<Vec<Action>>, Error> {
+        Ok(Vec::new())
+    }
+}
+
+#[test]
+fn schedules_are_registered_once() {
+    assert!(matches!(by_name("own"), Err(Error::Unknown { .. })));
+    register(Named("own")).unwrap();
+    assert_eq!(by_name("own").unwrap().name(), "own");
+    for taken in ["own", "1f1b", "automatic", "own.csv"] {
+        assert_eq!(register(Named(taken)), Err(Error::Name { name: taken }));
+    }
+    assert!(by_name("other").err().unwrap().to_string().contains(", own, or the path"));
 }
 
 #[test]

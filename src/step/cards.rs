@@ -263,8 +263,8 @@ fn h200() -> DeviceProfile {
 }
 
 /// NVIDIA HGX B200 datasheet (2025), an eighth of the board: 2.25 PFLOP/s in bf16, 75 TFLOP/s in f32, 180 GB of memory
-/// at 7.7 TB/s, NVLink 1.8 TB/s as the sum of both directions, PCIe 5.0. The assumed fractions are those for every GPU. The total
-/// that the driver reports is not known, so the 180 GB of the datasheet are assumed. 148 multiprocessors.
+/// at 7.7 TB/s, NVLink 1.8 TB/s as the sum of both directions, PCIe 5.0. The assumed fractions are those for every GPU.
+/// The total that the driver reports is not known, so the 180 GB of the datasheet are assumed. 148 multiprocessors.
 fn b200() -> DeviceProfile {
     DeviceProfile {
         name: "b200".to_owned(),

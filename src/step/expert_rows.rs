@@ -1,6 +1,6 @@
 //! The rows that experts receive in a step that does not run.
 //!
-//! In: a distribution of tokens over experts ([`ExpertLoad`]), and the sizes of a step. Out: the row counts of the
+//! In: a distribution of tokens over experts ([`ExpertLoad`]), drawn or recorded, and the sizes of a step. Out: the row counts of the
 //! experts of one expert rank, for each layer and micro-batch. They are the same in every run and for every allocator,
 //! because they depend on nothing else. No router runs.
 
@@ -41,6 +41,11 @@ impl Step {
     /// ranks, the one with most rows counts. Returns `None` if the model is not a mixture of experts, or if its experts
     /// choose tokens, so that all experts have equally many rows.
     pub fn routed_rows(&self, graph: &StepGraph, rank: usize) -> Option<RoutedRows> {
+        self.rows_of_steps(graph, rank, 1)
+    }
+
+    /// Like [`Self::routed_rows`], for several steps in a row. The micro-batches of all steps are numbered through.
+    pub(super) fn rows_of_steps(&self, graph: &StepGraph, rank: usize, steps: usize) -> Option<RoutedRows> {
         let Architecture::Moe(moe) = self.architecture() else { return None };
         if moe.router.choice == Choice::Experts {
             return None;
@@ -52,18 +57,23 @@ impl Step {
         let sequences = (options.evaluation_batch() * ranks) as u64;
         let capacity =
             moe.router.capacity(options.sequence).map_or(tokens, |(of_sequence, _)| sequences * of_sequence as u64);
-        let tokens = Tokens { load: self.expert_load, tokens, top_k, experts, capacity };
+        let tokens = Tokens { load: self.expert_load.clone(), tokens, top_k, experts, capacity };
         // The counts of all experts: those of rank 0 come first.
         let graph = graph.graph();
         let table = options.pipeline.schedule.actions(&self.shape()).ok()?;
         let stages: HashSet<StageId> = table.get(rank)?.iter().map(|action| action.stage).collect();
         let is_here = |place: Place| matches!(place, Place::Stage(stage) if stages.contains(&stage));
-        let here = graph.nodes().iter().filter(|node| node.op.name() == "dispatch" && is_here(node.place));
-        let layers = here.map(|node| node.layer.to_string());
-        let counts: BTreeMap<String, Vec<Vec<u64>>> = layers
-            .map(|layer| {
-                let counts = (0..options.micro_batches).map(|m| tokens.of_experts(m, &layer)).collect();
-                (layer, counts)
+        let mut layers: Vec<(&str, Place)> = Vec::new();
+        for node in graph.nodes().iter().filter(|node| node.op.name() == "dispatch") {
+            if !layers.iter().any(|(known, _)| *known == &*node.layer) {
+                layers.push((&node.layer, node.place));
+            }
+        }
+        let here = layers.into_iter().enumerate().filter(|(_, (_, place))| is_here(*place));
+        let counts: BTreeMap<String, Vec<Vec<u64>>> = here
+            .map(|(index, (layer, _))| {
+                let counts = (0..steps * options.micro_batches).map(|m| tokens.of_experts(m, (index, layer))).collect();
+                (layer.to_owned(), counts)
             })
             .collect();
         let here = experts / ranks;
@@ -98,9 +108,10 @@ struct Tokens {
 }
 
 impl Tokens {
-    /// The row count of every expert of a layer.
-    fn of_experts(&self, micro_batch: usize, layer: &str) -> Vec<u64> {
-        match self.load {
+    /// The row count of every expert of a layer, which is given by its index among the layers with experts and by its
+    /// name.
+    fn of_experts(&self, micro_batch: usize, (index, layer): (usize, &str)) -> Vec<u64> {
+        match &self.load {
             // The experts of rank 0 come first, and all of them are filled as long as tokens have choices left.
             ExpertLoad::Worst => {
                 let mut left = self.tokens * self.top_k;
@@ -113,10 +124,30 @@ impl Tokens {
             }
             // The choices beyond an expert's capacity are dropped. They do not go to other experts.
             ExpertLoad::Skewed(exponent) => {
-                let counts = self.drawn(micro_batch, layer, exponent);
+                let counts = self.drawn(micro_batch, layer, *exponent);
+                counts.into_iter().map(|count| count.min(self.capacity)).collect()
+            }
+            // Each micro-batch has the load of a recorded step.
+            ExpertLoad::Recorded(load) => {
+                let counts = self.scaled(load.of_layer(micro_batch, index));
                 counts.into_iter().map(|count| count.min(self.capacity)).collect()
             }
         }
+    }
+
+    /// Scales recorded counts to the choices of this micro-batch, rounded so that their sum is right. The experts with
+    /// the largest remainders are rounded up.
+    fn scaled(&self, recorded: &[u64]) -> Vec<u64> {
+        let of = |numerator: u64| u128::from(numerator) * u128::from(self.tokens * self.top_k);
+        let sum = u128::from(recorded.iter().sum::<u64>().max(1));
+        let mut counts: Vec<u64> = recorded.iter().map(|&count| (of(count) / sum) as u64).collect();
+        counts.resize(self.experts, 0);
+        let mut by_remainder: Vec<usize> = (0..recorded.len()).collect();
+        by_remainder.sort_by_key(|&expert| std::cmp::Reverse(of(recorded[expert]) % sum));
+        let left = self.tokens * self.top_k - counts.iter().sum::<u64>();
+        by_remainder.into_iter().take(left as usize).for_each(|expert| counts[expert] += 1);
+        // With a larger `top_k` than the recording's, an expert could have more rows than there are tokens.
+        counts.into_iter().map(|count| count.min(self.tokens)).collect()
     }
 
     /// Draws how many tokens choose each expert. Which experts are popular depends on the layer only, so the same experts
@@ -147,9 +178,9 @@ impl Tokens {
     }
 }
 
-/// FNV-1a of a layer's name.
+/// The first bytes of a hash of a layer's name.
 fn seed(layer: &str) -> u64 {
-    layer.bytes().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3))
+    u64::from_le_bytes(*blake3::hash(layer.as_bytes()).as_bytes().first_chunk().expect("a hash has 32 bytes"))
 }
 
 #[cfg(test)]
@@ -157,30 +188,32 @@ mod tests {
     use super::*;
     use crate::run::RunConfig;
 
-    fn tokens(load: ExpertLoad) -> Tokens {
-        Tokens { load, tokens: 4096, top_k: 4, experts: 60, capacity: 4096 }
+    fn tokens(load: &ExpertLoad) -> Tokens {
+        Tokens { load: load.clone(), tokens: 4096, top_k: 4, experts: 60, capacity: 4096 }
     }
 
     #[test]
     fn all_rows_go_to_some_expert() {
-        for load in [ExpertLoad::EVEN, ExpertLoad::Skewed(0.6), ExpertLoad::Skewed(2.0), ExpertLoad::Skewed(16.0)] {
+        for load in &[ExpertLoad::EVEN, ExpertLoad::Skewed(0.6), ExpertLoad::Skewed(2.0), ExpertLoad::Skewed(16.0)] {
             for (micro_batch, layer) in [(0, "h.0"), (1, "h.0"), (0, "h.1")] {
-                let all = tokens(load).of_experts(micro_batch, layer);
+                let all = tokens(load).of_experts(micro_batch, (0, layer));
                 assert_eq!((all.len(), all.iter().sum::<u64>()), (60, 4 * 4096), "{load}");
                 assert!(all.iter().all(|&count| count <= 4096), "{load}: {all:?}");
-                assert_eq!(all, tokens(load).of_experts(micro_batch, layer));
+                assert_eq!(all, tokens(load).of_experts(micro_batch, (0, layer)));
             }
         }
     }
 
     #[test]
     fn skew_makes_ranks_unequal() {
-        let most = |load| {
-            let counts = tokens(load).of_experts(0, "h.0");
+        let most = |load: &ExpertLoad| {
+            let counts = tokens(load).of_experts(0, (0, "h.0"));
             counts.chunks(15).map(|counts| counts.iter().sum::<u64>()).max().unwrap()
         };
         let [even, some, much, worst] =
-            [ExpertLoad::EVEN, ExpertLoad::Skewed(0.6), ExpertLoad::Skewed(1.5), ExpertLoad::Worst].map(most);
+            [ExpertLoad::EVEN, ExpertLoad::Skewed(0.6), ExpertLoad::Skewed(1.5), ExpertLoad::Worst]
+                .each_ref()
+                .map(most);
         assert!((4096..4300).contains(&even), "{even}");
         assert!(even < some && some < much && much <= worst, "{even} {some} {much} {worst}");
         assert_eq!(worst, 4 * 4096);
@@ -188,19 +221,47 @@ mod tests {
 
     #[test]
     fn capacities_drop_rows() {
-        let limited = |load, capacity| Tokens { capacity, ..tokens(load) }.of_experts(0, "h.0");
+        let limited = |load: &ExpertLoad, capacity| Tokens { capacity, ..tokens(load) }.of_experts(0, (0, "h.0"));
         // All 15 experts of the first of four ranks are full, which is more than any other load sends to a rank.
-        let worst = limited(ExpertLoad::Worst, 300);
+        let worst = limited(&ExpertLoad::Worst, 300);
         assert_eq!(worst[..15], [300; 15]);
         assert_eq!(worst.iter().sum::<u64>(), 4 * 4096);
         // A token has four choices, so four full experts are all that a capacity of all tokens allows.
-        assert_eq!(limited(ExpertLoad::Worst, 4096)[..5], [4096, 4096, 4096, 4096, 0]);
-        for load in [ExpertLoad::EVEN, ExpertLoad::Skewed(1.0), ExpertLoad::Skewed(4.0)] {
-            let chosen = tokens(load).of_experts(0, "h.0");
+        assert_eq!(limited(&ExpertLoad::Worst, 4096)[..5], [4096, 4096, 4096, 4096, 0]);
+        for load in &[ExpertLoad::EVEN, ExpertLoad::Skewed(1.0), ExpertLoad::Skewed(4.0)] {
+            let chosen = tokens(load).of_experts(0, (0, "h.0"));
             let skewed = limited(load, 300);
             assert!(skewed.iter().zip(&chosen).all(|(rows, chosen)| *rows == 300.min(*chosen)), "{load}: {skewed:?}");
             assert!(skewed.chunks(15).all(|rank| rank.iter().sum::<u64>() <= 15 * 300), "{load}: {skewed:?}");
         }
+    }
+
+    /// Recorded loads keep their proportions. Micro-batches take the recorded steps in turn.
+    #[test]
+    fn recorded_rows_are_scaled() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("load.csv");
+        let write = |text: &str| std::fs::write(&path, format!("step,layer,expert,tokens\n{text}")).unwrap();
+        let text = format!(
+            "model = \"moe:llama.vocabulary=64,llama.layers=2,llama.heads=2,llama.kv_heads=2,llama.width=64,router.experts=4,\
+             router.top_k=2,expert_hidden=64\"\nstep = {{ batch = 12, micro_batches = 3, sequence = 10 }}\nmesh.expert = 2\n\
+             estimate.expert_load = \"recorded:{}\"",
+            path.display()
+        );
+        write("1,a,0,3\n1,a,1,0\n1,a,3,1\n1,b,2,5\n2,a,0,1\n2,a,1,1\n2,a,2,1\n2,b,3,5\n2,b,2,5\n");
+        let step = Step::new(&RunConfig::parse(&text, &[]).unwrap()).unwrap();
+        let rows = step.routed_rows(&step.record().unwrap(), 0).unwrap();
+        let counts: Vec<&Vec<Vec<u64>>> = rows.counts.values().collect();
+        // 40 tokens of both expert ranks make 80 choices. The rank with experts 2 and 3 has most rows in both layers. Of 27,
+        // 27 and 26 rows, expert 2 has the last, and no expert has more rows than there are tokens.
+        assert_eq!(counts[0], &[[0, 20], [26, 0], [0, 20]], "{rows:?}");
+        assert_eq!(counts[1], &[[40, 0], [40, 40], [40, 0]], "{rows:?}");
+        let refused = |lines: &str| {
+            write(lines);
+            Step::new(&RunConfig::parse(&text, &[]).unwrap()).unwrap_err().to_string()
+        };
+        assert!(refused("1,a,0,3\n").contains("1 layer(s) of 1 experts, but the model has 2 of 4"));
+        assert!(refused("1,a,0,3\n1,b,4,3\n").contains("2 layer(s) of 5 experts, but the model has 2 of 4"));
     }
 
     /// A router's capacity limits the rows of each sequence, rounded up.

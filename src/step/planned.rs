@@ -57,6 +57,7 @@ impl Step {
         let TrainOptions { step: options, device, threads, .. } = options;
         options.check_values().map_err(|error| super::refused(error.into()))?;
         check_lowering(run)?;
+        check_load(&run.estimate.expert_load, &architecture)?;
         // Adapters are f32 in every precision.
         if run.optimizer.name == Rule::GaLore
             && options.precision != Precision::F32
@@ -78,7 +79,7 @@ impl Step {
             device: DeviceProfile::of(run)?,
             has_named_device: run.estimate.profile.is_some(),
             lowering: run.estimate.lowering,
-            expert_load: run.estimate.expert_load,
+            expert_load: run.estimate.expert_load.clone(),
             title: run.model.title(),
             options,
             threads,
@@ -222,6 +223,25 @@ fn check_lowering(run: &RunConfig) -> Result<(), ConfigError> {
         }
         _ => Ok(()),
     }
+}
+
+/// Checks that recorded loads are of a model with as many layers of experts, and with at least as many experts.
+fn check_load(load: &ExpertLoad, architecture: &Architecture) -> Result<(), ConfigError> {
+    let (ExpertLoad::Recorded(load), Architecture::Moe(moe)) = (load, architecture) else { return Ok(()) };
+    let layers = (0..moe.llama.layers).filter(|layer| !moe.dense_layers.contains(layer)).count();
+    let experts = moe.router.experts;
+    let refused = |why| Err(ConfigError::value("estimate.expert_load", why, "name a recording of the same model"));
+    if let Some(why) = load.error() {
+        return refused(why);
+    }
+    if (load.layers(), load.experts().max(experts)) == (layers, experts) {
+        return Ok(());
+    }
+    refused(format!(
+        "has {} layer(s) of {} experts, but the model has {layers} of {experts}",
+        load.layers(),
+        load.experts()
+    ))
 }
 
 /// Parses a list of ranks separated by commas, or the word `all`. The parameter `all` is the number of ranks.

@@ -33,8 +33,8 @@ pub(super) struct Evaluator<'a> {
     reserved: Mutex<HashMap<PlanHash, ReservedBytes>>,
 }
 
-/// The reserved bytes of each allocator.
-type ReservedBytes = BTreeMap<Kind, u64>;
+/// The reserved bytes of each allocator, by its name.
+type ReservedBytes = BTreeMap<&'static str, u64>;
 
 /// The reasons why a configuration has no [`Figures`].
 enum Refused {
@@ -68,7 +68,7 @@ impl From<TimingError> for Refused {
 /// at least as fast as all later configurations.
 pub(super) struct BestKnown {
     plan: Vec<u64>,
-    reserved: BTreeMap<Kind, Vec<u64>>,
+    reserved: BTreeMap<&'static str, Vec<u64>>,
 }
 
 impl<'a> Evaluator<'a> {
@@ -167,15 +167,15 @@ impl<'a> Evaluator<'a> {
         }
         let replayed = eager.unwrap_or_else(|| tables.into_iter().zip(figures.live_bytes.iter().copied()).collect());
         let most = most_alive(&replayed);
-        let kinds: Vec<Kind> =
-            least.reserved.keys().copied().filter(|kind| all || most < least.reserved(configuration, *kind)).collect();
+        let is_replayed = |kind: &Kind| all || most < least.reserved(configuration, kind.name());
+        let kinds: Vec<Kind> = self.sweep.allocators.iter().copied().filter(is_replayed).collect();
         for (problem, live) in &replayed {
             if kinds.is_empty() || (*live as f64) < self.sweep.options.fullest * most as f64 {
                 continue;
             }
             figures.allocated = figures.allocated.max(*live);
-            for (kind, bytes) in self.reserved(problem, &kinds) {
-                let most: &mut u64 = figures.reserved.entry(kind.name().to_owned()).or_default();
+            for (name, bytes) in self.reserved(problem, &kinds) {
+                let most: &mut u64 = figures.reserved.entry(name.to_owned()).or_default();
                 *most = bytes.max(*most);
             }
         }
@@ -205,15 +205,15 @@ impl<'a> Evaluator<'a> {
         let digest = table_hash(problem);
         let lock = || self.reserved.lock().unwrap_or_else(PoisonError::into_inner);
         let mut reserved = lock().get(&digest).cloned().unwrap_or_default();
-        let missing: Vec<Kind> = kinds.iter().copied().filter(|kind| !reserved.contains_key(kind)).collect();
+        let missing: Vec<Kind> = kinds.iter().copied().filter(|kind| !reserved.contains_key(kind.name())).collect();
         if !missing.is_empty() {
             let comparison = Comparison { kinds: missing, capacity: Some(u64::MAX), ..Comparison::default() };
             let compared = compare(problem, &Requests::new(problem), &comparison);
             let bytes = |entry: &gapless_allocators::Entry| entry.outcome.as_ref().ok().map(Report::peak_reserved);
-            reserved.extend(compared.allocators.iter().filter_map(|entry| Some((entry.kind, bytes(entry)?))));
+            reserved.extend(compared.allocators.iter().filter_map(|entry| Some((entry.kind.name(), bytes(entry)?))));
             lock().insert(digest, reserved.clone());
         }
-        reserved.retain(|kind, _| kinds.contains(kind));
+        reserved.retain(|name, _| kinds.iter().any(|kind| kind.name() == *name));
         reserved
     }
 }
@@ -221,7 +221,7 @@ impl<'a> Evaluator<'a> {
 impl BestKnown {
     pub fn new(sweep: &Sweep) -> Self {
         let nothing = vec![u64::MAX; sweep.menus.len()];
-        Self { reserved: sweep.allocators.iter().map(|&kind| (kind, nothing.clone())).collect(), plan: nothing }
+        Self { reserved: sweep.allocators.iter().map(|kind| (kind.name(), nothing.clone())).collect(), plan: nothing }
     }
 
     /// Records the bytes of a configuration. Configurations must be recorded in order of speed, the fastest first.
@@ -229,8 +229,8 @@ impl BestKnown {
         let Some(figures) = &row.figures else { return };
         for &menu in &configuration.menus {
             self.plan[menu] = self.plan[menu].min(figures.arena().unwrap_or(u64::MAX));
-            for (kind, least) in &mut self.reserved {
-                least[menu] = least[menu].min(figures.reserved.get(kind.name()).copied().unwrap_or(u64::MAX));
+            for (name, least) in &mut self.reserved {
+                least[menu] = least[menu].min(figures.reserved.get(*name).copied().unwrap_or(u64::MAX));
             }
         }
     }
@@ -242,8 +242,8 @@ impl BestKnown {
     }
 
     /// Like [`Self::plan`], but returns the limit for the bytes that an allocator reserves.
-    fn reserved(&self, configuration: &Configuration, kind: Kind) -> u64 {
-        configuration.menus.iter().map(|&menu| self.reserved[&kind][menu]).max().unwrap_or(u64::MAX)
+    fn reserved(&self, configuration: &Configuration, name: &str) -> u64 {
+        configuration.menus.iter().map(|&menu| self.reserved[name][menu]).max().unwrap_or(u64::MAX)
     }
 
     /// True if a configuration cannot be on any Pareto front. Its plan takes at least `planned` bytes, and every
@@ -251,7 +251,7 @@ impl BestKnown {
     /// and every allocator take at most these bytes for configurations that are at least as fast.
     fn is_dominated(&self, configuration: &Configuration, planned: u64, reserved: u64) -> bool {
         self.plan(configuration) <= planned
-            && self.reserved.keys().all(|&kind| self.reserved(configuration, kind) <= reserved)
+            && self.reserved.keys().all(|name| self.reserved(configuration, name) <= reserved)
     }
 }
 

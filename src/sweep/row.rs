@@ -87,7 +87,9 @@ pub struct Figures {
     pub allocated: u64,
     /// For each allocator through which the step was replayed, the reserved bytes on a device without a limit.
     pub reserved: BTreeMap<String, u64>,
-    /// Time of the step in nanoseconds.
+    /// Time of the step in nanoseconds, as its sketch estimates it. It stays the same when the step is planned, because
+    /// the order in which configurations are planned follows from it. [`Step::timing`](crate::step::Step::timing) has
+    /// the time of the compiled step.
     pub nanoseconds: u64,
     /// Fraction of the time of all ranks that is spent waiting.
     pub bubble: f64,

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use toml::{Table, Value};
 
 use crate::run::{ConfigError, RunConfig, assign, flatten, key_of, line_of, set, text_of, value_at, with_nearest};
-use crate::step::{Lowering, Step};
+use crate::step::{ExpertLoad, Lowering, Step};
 
 /// Maximum number of configurations in one sweep. At this maximum, a sweep takes some hundred megabytes, and some
 /// seconds before it times the first configuration.
@@ -166,6 +166,14 @@ impl Sweep {
         let here = |error: ConfigError, table: &str| in_table(error, text, table);
         // The numbers of values are checked first, because all later checks take time for each value.
         let lists = lists(&file.vary).map_err(|error| here(error, "vary"))?;
+        let is_assigned = |name: &str| {
+            let mut keys = assignments.iter().filter_map(|text| text.split('=').next());
+            keys.any(|key| key_of(key.trim()) == key_of(name))
+        };
+        if let Some((name, _)) = lists.iter().find(|(name, _)| is_assigned(name)) {
+            let why = "has a list in the file, so that setting it has no effect";
+            return Err(here(ConfigError::value(name, why, "leave out the assignment, or the list"), "vary"));
+        }
         count_conditions(&file, count(&lists)).map_err(|error| {
             let table = if concerns_key(&error, "menu") { "menu" } else { "skip" };
             here(error, table)
@@ -341,13 +349,13 @@ fn allocators(options: &SweepOptions) -> Result<Vec<Kind>, ConfigError> {
     }
     let kind = |name: &String| -> Result<Kind, ConfigError> {
         let kind: Kind = name.parse().map_err(|why| ConfigError::value("allocators", why, "correct it"))?;
-        match kind {
-            Kind::Gapless | Kind::Ideal => Err(ConfigError::value(
+        match [Kind::GAPLESS, Kind::IDEAL].contains(&kind) {
+            true => Err(ConfigError::value(
                 "allocators",
                 format!("{name} is in every row"),
                 "leave it out: its figures are in live_bytes and arena_bytes",
             )),
-            other => Ok(other),
+            false => Ok(kind),
         }
     };
     options.allocators.iter().map(kind).collect()
@@ -405,11 +413,16 @@ fn is_one_of(here: Option<&Value>, value: &Value) -> bool {
     here == Some(value) || value.as_array().is_some_and(|values| here.is_some_and(|here| values.contains(here)))
 }
 
-/// Returns a digest of all inputs that determine a row, including the contents of model and device files. The digest
+/// Returns a digest of all inputs that determine a row, including the contents of model and device files, and of
+/// recorded loads. The digest
 /// leaves out a device that is measured, because its measurements differ each time.
 fn digest(keys: &Table, step: &Result<Step, String>, file: &File) -> String {
     let read = match step {
-        Ok(step) => format!("{} {:?}", step.digest(), (!step.device.is_measured()).then_some(&step.device)),
+        Ok(step) => {
+            let device = (!step.device.is_measured()).then_some(&step.device);
+            let recorded = matches!(step.expert_load, ExpertLoad::Recorded(_)).then_some(&step.expert_load);
+            format!("{} {device:?}{}", step.digest(), recorded.map_or_else(String::new, |load| format!(" {load:?}")))
+        }
         Err(why) => why.clone(),
     };
     let options = Table::try_from(&file.sweep).expect("keys and plain values are TOML");

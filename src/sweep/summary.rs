@@ -220,7 +220,7 @@ pub(super) enum Column {
 impl Column {
     pub fn name(self) -> &'static str {
         match self {
-            Self::Arena => Kind::Gapless.name(),
+            Self::Arena => Kind::GAPLESS.name(),
             Self::Allocator(kind) => kind.name(),
             Self::Served => "gapless-without-unused-reserve",
         }

@@ -1,12 +1,15 @@
+use std::collections::HashSet;
 use std::fs;
 use std::ops::ControlFlow;
 use std::path::Path;
 
 use gapless_alloc::lower_bound;
 use gapless_allocators::Kind;
+use gapless_engine::Spec;
 use gapless_engine::compile::{Executable, table};
+use gapless_engine::graph::Node;
 use gapless_models::{Gpt, GptConfig};
-use gapless_parallel::{Shape, by_name, write_table};
+use gapless_parallel::{Action, OneForwardOneBackward, Schedule, Shape, by_name, register, write_table};
 
 use super::row::Figures;
 use super::{
@@ -14,6 +17,7 @@ use super::{
 };
 use crate::run::RunConfig;
 use crate::step::{CostModel, Step};
+use crate::{Recompute, RecomputePolicy};
 
 const TINY: &str = r#"
 [step]
@@ -231,7 +235,7 @@ fn rows_are_summed_up_by_allocator_and_budget() {
     assert_eq!((waste.wasted_bytes, waste.planned_wasted_bytes), (700, 180));
     assert!((waste.reduction - (1.0 - 180.0 / 700.0)).abs() < 1e-12, "{waste:?}");
     // In the first row alone, the allocator saves 80 of the 180 bytes.
-    let reduction = rows[1].figures.as_ref().unwrap().reduction(Kind::PyTorch).unwrap();
+    let reduction = rows[1].figures.as_ref().unwrap().reduction(Kind::PYTORCH).unwrap();
     assert!((reduction + 80.0 / 180.0).abs() < 1e-12, "{reduction}");
     // Bytes that are reserved for other rows are not wasted, but they must fit the budget.
     rows[1].figures.as_mut().unwrap().arena_bytes = vec![1400];
@@ -302,6 +306,54 @@ fn mixtures_have_the_same_rows_on_all_sides() {
     });
     assert_eq!(loads, ["even", "worst"]);
     assert!(Sweep::read(&path, &["expert_load=uneven".to_owned()]).unwrap_err().to_string().contains("expert_load"));
+}
+
+/// 1F1B under another name.
+#[derive(Clone)]
+struct Renamed;
+
+impl Schedule for Renamed {
+    fn name(&self) -> &'static str {
+        "renamed-1f1b"
+    }
+
+    fn actions(&self, shape: &Shape) -> Result<Vec<Vec<Action>>, gapless_parallel::Error> {
+        OneForwardOneBackward.actions(shape)
+    }
+}
+
+#[derive(Debug)]
+struct KeepAll;
+
+impl RecomputePolicy for KeepAll {
+    fn drops(&self, _: &Spec, _: &Node) -> bool {
+        false
+    }
+}
+
+/// Registered components have names like built-in ones, and the same results if they do the same.
+#[test]
+fn components_of_ones_own_are_swept() {
+    Kind::register("malloc-again", false, |setup| Kind::MALLOC.build_with(setup)).unwrap();
+    register(Renamed).unwrap();
+    Recompute::register("keep-all", KeepAll).unwrap();
+    assert!(Recompute::register("keep-all", KeepAll).unwrap_err().to_string().contains("already means a policy"));
+    assert_eq!("keep-all".parse::<Recompute>().unwrap().to_string(), "keep-all");
+    let spec = TINY
+        .replace(r#"["1f1b", "gpipe", "zbv"]"#, r#"["1f1b", "renamed-1f1b"]"#)
+        .replace("[1, 2, 3, 4]", "[2]")
+        .replace(r#"["none", "layers"]"#, r#"["none", "keep-all"]"#);
+    let sweep = Sweep::parse(&(spec + "[sweep]\nplan = \"all\"\nallocators = [\"malloc\", \"malloc-again\"]")).unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let rows = all(&sweep, folder.path(), 1).rows;
+    let keys: HashSet<&String> = rows.iter().map(|row| &row.key).collect();
+    assert_eq!((rows.len(), keys.len()), (4, 4));
+    for row in &rows {
+        let (figures, first) = (row.figures.as_ref().unwrap(), rows[0].figures.as_ref().unwrap());
+        assert_eq!(figures.reserved["malloc-again"], figures.reserved["malloc"], "{row:?}");
+        assert_eq!((&figures.plans, figures.nanoseconds), (&first.plans, first.nanoseconds), "{row:?}");
+    }
+    assert_eq!(fragmentation(&sweep, &rows).len(), 2);
 }
 
 #[test]

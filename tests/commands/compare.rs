@@ -67,6 +67,27 @@ fn the_page_needs_nothing_but_itself() {
     assert!(!page.contains("http") && !page.contains("src="));
 }
 
+/// The first steps of a run contain the start: the states appear in the first update, so the first step has a lower peak.
+#[test]
+fn runs_have_a_start() {
+    let step = ["--model", "gpt:vocabulary=512,layers=2,heads=2,width=64", "--batch", "4", "--sequence", "16"];
+    let first = |more: &[&str]| compare(&[&step[..], &["--first-steps", "2"], more].concat());
+    let output = first(&["--lowering", "eager", "--json"]);
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    let object: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let number = |value: &Value| value.as_u64().unwrap();
+    let [before, states] = ["before_bytes", "states_bytes"].map(|name| number(&object["start_up"][name]));
+    // Two moments in f32 for each f32 parameter, and a step for each of 28 parameters; the rotary tables are none here.
+    assert_eq!(states, 2 * before + 4 * 28, "{object}");
+    let peaks: Vec<u64> = object["step_peaks"].as_array().unwrap().iter().map(number).collect();
+    assert!(peaks.len() == 2 && peaks[0] < peaks[1] && peaks[1] == number(&object["peak_live"]), "{object}");
+    let printed = text(&first(&["--lowering", "eager"]).stdout);
+    assert!(printed.contains("start of the run: ") && printed.contains("\nstep 2: at most "), "{printed}");
+    let refused = first(&[]);
+    assert!(text(&refused.stderr).contains("--first-steps is for eager frameworks"), "{}", text(&refused.stderr));
+    assert_eq!(refused.status.code(), Some(2));
+}
+
 #[test]
 fn steps_of_an_eager_framework_take_more() {
     let peak = |lowering: &str| {
@@ -179,10 +200,17 @@ fn mixtures_are_compared_on_the_same_rows() {
     let told = run(&["--expert-load", "worst", "--allocators", "gapless,pytorch"]);
     assert!(told.contains("unused reserve GiB") && told.contains("--expert-load worst"), "{told}");
     assert!(told.contains("with a reserve of 2.00 × balanced rows"), "{told}");
+    // In the worst case, all tokens choose the same two experts of a rank. A recording can say so as well.
+    let folder = tempfile::tempdir().unwrap();
+    let lines = "step,layer,expert,tokens\n1,first,0,9\n1,first,1,9\n1,second,0,9\n1,second,1,9\n";
+    let recorded = format!("recorded:{}", file(&folder, "load.csv", lines).display());
+    let replayed = json(&["--expert-load", &recorded, "--allocators", "ideal"]);
+    assert_eq!(replayed["table_hash"], loads[2]["table_hash"]);
     // An eager framework gets the same rows.
-    let eager =
-        ["even", "worst"].map(|load| json(&["--lowering", "eager", "--expert-load", load])["peak_live"].as_u64());
-    assert!(eager[0] < eager[1], "{eager:?}");
+    let eager = ["even", "worst", &recorded].map(|load| {
+        json(&["--lowering", "eager", "--expert-load", load, "--allocators", "ideal"])["peak_live"].as_u64()
+    });
+    assert!(eager[0] < eager[1] && eager[1] == eager[2], "{eager:?}");
     let wrong = compare(&[&step[..], &["--expert-load", "all"]].concat());
     assert!(text(&wrong.stderr).contains("skewed:A"), "{wrong:?}");
 }

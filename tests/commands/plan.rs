@@ -4,7 +4,9 @@ use std::fs;
 use std::process::{Command, Output};
 
 use gapless::StepOptions;
+use gapless_alloc::draw::Bytes;
 use gapless_alloc::{check, csv};
+use gapless_testing::{assert_on_page, few};
 
 fn gapless(folder: &tempfile::TempDir, table: &str, arguments: &[&str]) -> Output {
     fs::write(folder.path().join("table.csv"), table).unwrap();
@@ -739,4 +741,40 @@ fn what_is_planned_of_a_folder_is_what_a_run_takes() {
         arenas.push(most);
     }
     assert!(arenas[1] < arenas[0], "{arenas:?}");
+}
+
+/// docs/recompute.md has the plans of steps with compressed and offloaded activations.
+#[test]
+fn compressed_steps_are_those_of_the_page() {
+    const ALL: &str = "linear,gelu,layer_norm,attention,add";
+    let (small, large) = ("--model gpt2 --batch 64", "--model gpt2-xl --batch 16");
+    let rows = [
+        ("| GPT-2 124M | nothing | nothing |", small.to_owned()),
+        ("| | | all in 8 bits |", format!("{small} --compress {ALL}")),
+        ("| | | all in a file |", format!("{small} --offload {ALL}")),
+        ("| GPT-2 1.5B | nothing | nothing |", large.to_owned()),
+        ("| | | all in 8 bits |", format!("{large} --compress {ALL}")),
+        (
+            "| | layer_norm, gelu | linear, attention, add in 8 bits |",
+            format!("{large} --recompute ops:layer_norm,gelu --compress linear,attention,add"),
+        ),
+        ("| | all layers | add in a file |", format!("{large} --recompute layers --offload add")),
+    ];
+    for (cells, arguments) in few(&rows, 1) {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_gapless"));
+        command.args("plan --micro-batches 4 --sequence 1024 --precision pure_bf16 --json".split(' '));
+        let output = command.args(arguments.split(' ')).output().unwrap();
+        let plan: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+        let number = |name: &str| plan[name].as_u64().unwrap();
+        let roles = plan["summary"]["roles"].as_array().unwrap();
+        let of_role = |name: &str| roles.iter().find(|role| role["role"] == name).unwrap()["bytes"].as_u64().unwrap();
+        // Sums of gradients are alive during the whole step, like parameters.
+        let above = number("arena_bytes") - 2 * of_role("parameter") - of_role("optimizer_state");
+        let file = match number("host_bytes") {
+            0 => String::new(),
+            bytes => format!("{} ", Bytes(bytes)),
+        };
+        let line = format!("{cells} {} | {} | {file}|", Bytes(number("arena_bytes")), Bytes(above));
+        assert_on_page("docs/recompute.md", &line);
+    }
 }

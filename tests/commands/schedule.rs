@@ -190,10 +190,13 @@ fn a_table_orders_the_step_of_a_model() {
     assert_eq!(makespan("--table order.csv"), makespan("--schedule zbv"));
     assert_ne!(makespan("--table order.csv"), makespan("--schedule gpipe"));
     for command in ["plan --planning 1000", "compare --planning 1000 --allocators gapless"] {
-        let hash =
-            |schedule: &str| json(&format!("{command} {step} --json --schedule {schedule}"))["plan_hash"].clone();
-        assert_eq!(hash("order.csv"), hash("zbv"), "{command}");
+        let hash = |schedule: &str| json(&format!("{command} {step} --json {schedule}"))["plan_hash"].clone();
+        assert_eq!(hash("--table order.csv"), hash("--schedule zbv"), "{command}");
     }
+    fs::write(folder.path().join("run.toml"), "model = \"small\"").unwrap();
+    let keys = "--batch 4 --micro-batches 4 --sequence 32 --pipeline-ranks 2";
+    let of_file = json(&format!("schedule run.toml {keys} --json --table order.csv"));
+    assert_eq!(of_file["makespan"], makespan("--table order.csv"));
     let spec = "model = \"gpt:vocabulary=64,layers=4,heads=2,width=32\"\nmesh.pipeline = 2\n[step]\nbatch = 4\nmicro_batches = 4\n\
                 sequence = 16\n[vary]\nschedule = [\"zbv\", \"order.csv\"]\n[sweep]\nplan = \"all\"\n";
     fs::write(folder.path().join("sweep.toml"), spec).unwrap();
@@ -209,6 +212,8 @@ fn a_table_orders_the_step_of_a_model() {
         ),
         ("schedule --table order.csv --model small --schedule zbv", "--table is the schedule"),
         ("plan --model small --schedule nothing.csv", "nothing.csv: "),
+        ("plan --model small --table order.txt", "its name must end in .csv"),
+        ("sweep sweep.toml --out out --table order.csv", "vary.schedule (line 8): has a list in the file"),
     ] {
         let output = gapless(arguments);
         let error = String::from_utf8_lossy(&output.stderr);

@@ -141,6 +141,7 @@ fn the_documentation_names_every_field() {
         (compare, format!("compare {dense} --allocators gapless,pytorch --planning 1000 --json")),
         (compare, format!("compare {mixture} --expert-load worst --smallest-device --json")),
         (compare, format!("compare {dense} --allocators pytorch --capacity 1MiB --json")),
+        (compare, format!("compare {dense} --allocators pytorch --lowering eager --first-steps 2 --json")),
         (schedule, format!("schedule {dense} --json")),
     ] {
         let json: Value = serde_json::from_str(&gapless(&arguments)).unwrap();

@@ -13,33 +13,53 @@ enum Source {
     /// A test that fails if the page differs: the file, and the function. With `GAPLESS_SLOW_TESTS=1` it compares every
     /// line.
     Compared(&'static str, &'static str),
-    /// A command that prints the numbers, and a file in which it is implemented. A run takes minutes, or needs an idle
-    /// machine, a GPU or PyTorch.
-    Printed(&'static str, &'static str),
+    /// A command that prints the numbers, a file in which it is implemented, and why no test compares them.
+    Printed(&'static str, &'static str, Why),
     /// Not measured: definitions, vendors' data, or what follows from the source in this file.
     Stated(&'static str),
 }
 use Source::{Compared, Printed, Stated};
 
-const TRAIN_STEP: Source = Printed("--bench train_step", "benches/train_step/main.rs");
-const GPU: Source = Printed("benches/gpu", "benches/gpu/main.rs");
-const PLAN: Source = Printed("gapless plan", "src/bin/gapless/plan/mod.rs");
-const STEP_MEMORY: Source = Printed("--test training step_memory", "tests/training/step_memory.rs");
-const PLANNER: Source = Printed("--bench planner", "alloc/benches/planner.rs");
+/// The reason why no test compares a table.
+#[derive(Debug, Clone, Copy)]
+enum Why {
+    /// The numbers are times, memory of processes or losses, which depend on the machine.
+    Measured,
+    /// The numbers are of a GPU, or of PyTorch.
+    Elsewhere,
+    /// A run takes minutes.
+    Minutes,
+    /// The numbers are of earlier versions, which this version cannot print.
+    Earlier,
+}
+use Why::{Earlier, Elsewhere, Measured, Minutes};
+
+const TRAIN_STEP: Source = Printed("--bench train_step", "benches/train_step/main.rs", Measured);
+const GPU: Source = Printed("benches/gpu", "benches/gpu/main.rs", Elsewhere);
+const PLAN: &str = "src/bin/gapless/plan/mod.rs";
+const PLANNER: Source = Printed("--bench planner", "alloc/benches/planner.rs", Measured);
 const ROUTING: Source =
     Compared("alloc/allocators/tests/arena_routing.rs", "reserves_less_than_a_block_more_than_the_best_of_the_others");
 
 /// Every table of measurements, by its page and the beginning of its first line.
 const TABLES: &[(&str, &str, Source)] = &[
     ("README.md", "| | tokens/s | peak resident memory", TRAIN_STEP),
-    ("docs/allocators.md", "| recording | gapless | stalloc", Printed("gapless compare", "src/bin/gapless/compare.rs")),
+    (
+        "docs/allocators.md",
+        "| recording | gapless | stalloc",
+        Printed("gapless compare", "src/bin/gapless/compare.rs", Minutes),
+    ),
     (
         "docs/allocators.md",
         "| step | split-and-fuse",
         Compared("alloc/allocators/tests/stalloc_planner.rs", "both_algorithms_reserve_what_the_authors_planner_does"),
     ),
     ("docs/architecture.md", "| level | available on", Stated("engine/kernels/src/cpu/simd.rs")),
-    ("docs/architecture.md", "| loop | instructions", Printed(".ci/platforms instructions", ".ci/platforms")),
+    (
+        "docs/architecture.md",
+        "| loop | instructions",
+        Printed(".ci/platforms instructions", ".ci/platforms", Elsewhere),
+    ),
     (
         "docs/arena.md",
         "| recording | arena",
@@ -51,11 +71,11 @@ const TABLES: &[(&str, &str, Source)] = &[
         "| | reserve | uniform",
         Compared("alloc/allocators/tests/arena_routing.rs", "policies_do_what_they_say"),
     ),
-    ("docs/arena.md", "| step | `Bytes`", Printed("--bench arena", "alloc/allocators/benches/arena.rs")),
+    ("docs/arena.md", "| step | `Bytes`", Printed("--bench arena", "alloc/allocators/benches/arena.rs", Measured)),
     (
         "docs/build.md",
         "| build | CPU seconds",
-        Printed("cargo run --release --example train_gpt", "examples/train_gpt.rs"),
+        Printed("cargo run --release --example train_gpt", "examples/train_gpt.rs", Measured),
     ),
     (
         "docs/experiments.md",
@@ -65,48 +85,77 @@ const TABLES: &[(&str, &str, Source)] = &[
     (
         "docs/experiments.md",
         "| step, with steps of other lengths",
-        Printed("--vary-lengths", "examples/schedule_experiments/main.rs"),
+        Compared("examples/schedule_experiments/main.rs", "the_table_of_the_page_is_what_this_prints"),
     ),
-    ("docs/generation.md", "| sequences | share", Printed("gapless-bench-generate", "benches/generate/src/main.rs")),
+    (
+        "docs/generation.md",
+        "| sequences | share",
+        Printed("gapless-bench-generate", "benches/generate/src/main.rs", Measured),
+    ),
     ("docs/gpu.md", "| model, sequences | gapless", GPU),
     ("docs/gpu.md", "| model | planned", GPU),
     ("docs/gpu.md", "| model | steps × ids", GPU),
     ("docs/gpu.md", "| launch | 2026-11-26", GPU),
     ("docs/gpu.md", "| kernel | `wgmma` per tile", Stated("engine/kernels/src/cuda/launch/attention.rs")),
-    ("docs/gpu.md", "| | launches | bytes read", PLAN),
-    ("docs/gpu.md", "| version | launches", PLAN),
-    ("docs/gpu.md", "| kernel | threads", Printed("every_kernel_compiles", "tests/gpu_bench.rs")),
+    (
+        "docs/gpu.md",
+        "| | launches | bytes read",
+        Compared("engine/src/tests/cuda/fused.rs", "steps_launch_less_and_move_less"),
+    ),
+    ("docs/gpu.md", "| version | launches", Printed("gapless plan", PLAN, Earlier)),
+    ("docs/gpu.md", "| kernel | threads", Printed("every_kernel_compiles", "tests/gpu_bench.rs", Elsewhere)),
     ("docs/gpu.md", "| kernel | loads in flight", Stated("engine/kernels/src/cuda/launch/mod.rs")),
-    ("docs/hugging_face.md", "| trained | parameters", Printed("llama_of_1b", "tests/training/trainable.rs")),
-    ("docs/moe.md", "| `--reserve`", Printed("--example train_moe", "examples/train_moe.rs")),
+    (
+        "docs/hugging_face.md",
+        "| trained | parameters",
+        Compared("tests/training/trainable.rs", "a_llama_of_1b_is_planned_in_part"),
+    ),
+    ("docs/moe.md", "| `--reserve`", Printed("--example train_moe", "examples/train_moe.rs", Measured)),
     ("docs/moe.md", "| `MoeStyle`", Stated("models/src/moe.rs")),
     ("docs/moe.md", "| threads | step", TRAIN_STEP),
     ("docs/moe.md", "| part of the step", TRAIN_STEP),
     ("docs/optimizers.md", "| optimizer | states", Stated("tests/training/optimizers.rs")),
     ("docs/optimizers.md", "| singular values", Stated("engine/graph/src/optim/subspace.rs")),
-    ("docs/optimizers.md", "| step | AdamW", Printed("gapless train", "src/bin/gapless/train.rs")),
+    ("docs/optimizers.md", "| step | AdamW", Printed("gapless train", "src/bin/gapless/train.rs", Measured)),
     ("docs/planner.md", "| exit code", Stated("src/bin/gapless/plan/mod.rs")),
     ("docs/planner.md", "| instance | buffers", PLANNER),
     ("docs/planner.md", "| step | buffers", PLANNER),
-    ("docs/pytorch.md", "| loop | most requested", Printed("--example loops", "alloc/torch/examples/loops.rs")),
-    ("docs/recompute.md", "| step | exact", Printed("gapless train run.toml", "src/bin/gapless/train.rs")),
-    ("docs/recompute.md", "| model | batch", STEP_MEMORY),
-    ("docs/recompute.md", "| model | recomputed | arena", STEP_MEMORY),
-    ("docs/recompute.md", "| fraction of the", PLAN),
-    ("docs/recompute.md", "| schedule | recomputed", PLAN),
-    ("docs/recompute.md", "| budget | arena", PLAN),
-    ("docs/recompute.md", "| model | budget", PLAN),
-    ("docs/recompute.md", "| model | recomputed | compressed", PLAN),
+    (
+        "docs/pytorch.md",
+        "| loop | most requested",
+        Printed("--example loops", "alloc/torch/examples/loops.rs", Minutes),
+    ),
+    ("docs/recompute.md", "| step | exact", Printed("gapless train run.toml", "src/bin/gapless/train.rs", Measured)),
+    ("docs/recompute.md", "| model | batch", Printed("gapless plan", PLAN, Earlier)),
+    (
+        "docs/recompute.md",
+        "| model | recomputed | arena",
+        Compared("tests/training/step_memory.rs", "activations_take_less_than_those_of_recorded_pytorch_runs"),
+    ),
+    ("docs/recompute.md", "| fraction of the", Compared("tests/training/step_memory.rs", "llama_2_7b_under_budgets")),
+    ("docs/recompute.md", "| schedule | recomputed", Printed("gapless plan", PLAN, Minutes)),
+    ("docs/recompute.md", "| budget | arena", Printed("gapless plan", PLAN, Minutes)),
+    ("docs/recompute.md", "| model | budget", Printed("gapless plan", PLAN, Measured)),
+    (
+        "docs/recompute.md",
+        "| model | recomputed | compressed",
+        Compared("tests/commands/plan.rs", "compressed_steps_are_those_of_the_page"),
+    ),
     ("docs/runs.md", "| code | meaning", Stated("src/bin/gapless/main.rs")),
     ("docs/sweep.md", "| recording | experts", Compared("tests/eager.rs", "steps_allocate_what_the_library_does")),
+    ("docs/sweep.md", "| recording | steps", Compared("tests/eager.rs", "runs_start_as_those_of_the_library")),
     ("docs/sweep.md", "| profile | device", Stated("src/step/cards.rs")),
-    ("docs/sweep.md", "| ranks | configurations", Printed("--bench predicted", "benches/predicted/main.rs")),
+    ("docs/sweep.md", "| ranks | configurations", Printed("--bench predicted", "benches/predicted/main.rs", Measured)),
     (
         "docs/sweep.md",
         "| allocator | fragmentation",
-        Printed("gapless sweep specs/llama-7b.toml", "src/bin/gapless/sweep.rs"),
+        Printed("gapless sweep specs/llama-7b.toml", "src/bin/gapless/sweep.rs", Minutes),
     ),
-    ("docs/sweep.md", "| load | allocator", Printed("gapless sweep specs/qwen-moe.toml", "src/bin/gapless/sweep.rs")),
+    (
+        "docs/sweep.md",
+        "| load | allocator",
+        Printed("gapless sweep specs/qwen-moe.toml", "src/bin/gapless/sweep.rs", Minutes),
+    ),
     ("docs/weights_and_data.md", "| data | rows", Stated("docs/weights_and_data.md")),
 ];
 
@@ -151,7 +200,7 @@ fn every_table_of_measurements_has_a_source() {
         let text = &pages.iter().find(|(name, _)| name == page).unwrap_or_else(|| panic!("{page} is missing")).1;
         let is_there = text.lines().any(|line| line.starts_with(start));
         assert!(is_there, "{page} has no table that starts with {start:?}; take it out of TABLES");
-        let (Compared(file, _) | Printed(_, file) | Stated(file)) = source;
+        let (Compared(file, _) | Printed(_, file, _) | Stated(file)) = source;
         assert!(root.join(file).exists(), "{page}: {file}, the source of {start:?}, does not exist");
         match source {
             Compared(file, test) => {
@@ -159,9 +208,12 @@ fn every_table_of_measurements_has_a_source() {
                 assert!(code.contains(&format!("fn {test}()")), "{file} has no test {test}");
                 assert!(code.contains(page), "{file} does not read {page}");
             }
-            Printed(command, _) => {
+            Printed(command, _, why) => {
                 assert!(!command.is_empty(), "{page}: no command is listed for {start:?}");
-                assert!(text.contains(command), "{page} does not name the command {command:?}");
+                assert!(
+                    text.contains(command),
+                    "{page} does not name the command {command:?}, and no test compares its table ({why:?})"
+                );
             }
             Stated(_) => {}
         }

@@ -347,7 +347,7 @@ fn the_forward_keeps_what_the_trained_part_needs() {
     assert!(planned(only(&["model.norm"])) < planned(only(&["model.layers.2.mlp.down_proj"])));
 }
 
-/// Prints the table of docs/hugging_face.md: `cargo test --test training llama_of_1b -- --nocapture`.
+/// docs/hugging_face.md has the table that `cargo test --test training llama_of_1b -- --nocapture` prints.
 #[test]
 fn a_llama_of_1b_is_planned_in_part() {
     let extents =
@@ -360,8 +360,8 @@ fn a_llama_of_1b_is_planned_in_part() {
     let mut arenas = Vec::new();
     for (name, trainable) in [
         ("everything", Trainable::All),
-        ("LoRA on q, v", part(&["q_proj", "v_proj"])),
-        ("LoRA on all linear layers", part(&LINEAR)),
+        ("LoRA of rank 16 on q, v", part(&["q_proj", "v_proj"])),
+        ("LoRA of rank 16 on all linear layers", part(&LINEAR)),
         ("the last block", only(&["model.layers.15", "model.norm"])),
     ] {
         let options = TrainOptions {
@@ -370,14 +370,19 @@ fn a_llama_of_1b_is_planned_in_part() {
             ..on_cpu()
         };
         let plan = Trainer::builder(|vb| Llama::new(&config, vb), options.clone()).plan(0).unwrap();
-        let kept = if options.step.trainable == Trainable::All { 0 } else { kept(&config, &options) };
-        let roles: Vec<String> = plan
-            .summary
-            .roles
-            .iter()
-            .map(|role_bytes| format!("{} {}", role_bytes.role.name(), Bytes(role_bytes.bytes)))
-            .collect();
-        println!("{name:<26} {} kept {} at the peak {}", Bytes(plan.arena_bytes), Bytes(kept), roles.join(", "));
+        let at_peak = |role: Role| {
+            let roles = plan.summary.roles.iter().find(|found| found.role == role);
+            Bytes(roles.map_or(0, |found| found.bytes))
+        };
+        let [gradients, kept] = match options.step.trainable {
+            Trainable::All => [Role::Gradient, Role::Activation].map(|role| format!("{} at the peak", at_peak(role))),
+            _ => [String::new(), Bytes(kept(&config, &options)).to_string()],
+        };
+        let (parameters, states) = (at_peak(Role::Parameter), at_peak(Role::OptimizerState));
+        let line = format!("| {name} | {parameters} | {gradients} | {states} | {kept} | {} |", Bytes(plan.arena_bytes))
+            .replace("|  |", "| |");
+        println!("{line}");
+        gapless_testing::assert_on_page("docs/hugging_face.md", &line);
         assert!(plan.gap < 1.001);
         arenas.push(plan.arena_bytes);
     }

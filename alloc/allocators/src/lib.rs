@@ -48,7 +48,7 @@ pub use compare::{Compared, Comparison, Entry, Timeline, compare, page};
 pub use device::{Device, DriverCalls};
 pub use gmlake::{GmLake, GmLakeOptions};
 pub use ideal::Ideal;
-pub use kind::{Kind, UnknownAllocator};
+pub use kind::{InvalidName, Kind, Setup, UnknownAllocator};
 pub use malloc::Malloc;
 pub use planned::Planned;
 pub use pytorch::{OptionsError, PyTorch, PyTorchOptions};

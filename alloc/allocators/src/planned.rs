@@ -3,7 +3,7 @@
 //! The allocator serves only the planned requests, in their order, from one arena of the plan's height. It takes this
 //! arena from the device once. Any other request is refused.
 
-use gapless_alloc::{BufferId, Options, Problem, Solution, check, plan};
+use gapless_alloc::{BufferId, Problem, Solution, check};
 
 use crate::{Allocator, Block, Device, Extent, OutOfMemory, Statistics, Stream};
 use crate::{Request, Requests};
@@ -25,12 +25,7 @@ pub struct Planned {
 }
 
 impl Planned {
-    /// Plans `problem` and prepares to serve its requests.
-    pub fn new(device: Device, problem: &Problem, requests: &Requests) -> Self {
-        Self::with_plan(device, problem, requests, &plan(problem, &Options::default()))
-    }
-
-    /// Prepares to serve the requests of `problem` with an existing plan. If the plan has no offsets, because the
+    /// Prepares to serve the requests of `problem` with its plan. If the plan has no offsets, because the
     /// planner found none, every request is refused.
     ///
     /// # Panics

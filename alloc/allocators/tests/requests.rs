@@ -104,12 +104,12 @@ generated! {
         let buffers = rows.into_iter().map(|(start, length, bytes)| Buffer::new(start..start + length, bytes));
         let problem = Problem::new(buffers.collect()).unwrap();
         let requests = Requests::new(&problem);
-        for kind in Kind::ALL {
+        for kind in Kind::all() {
             let mut allocator = kind.build(CAPACITY, &problem, &requests);
             prop_assert_eq!(allocator.name(), kind.name());
             let mut layout = Ok(());
             let report = replay_observed(&requests, &mut *allocator, 3, |_, allocator| {
-                if layout.is_ok() && kind != Kind::Ideal {
+                if layout.is_ok() && kind != Kind::IDEAL {
                     layout = check_layout(allocator);
                 }
             });
@@ -263,7 +263,7 @@ fn absurd_tables_end_in_an_answer() {
         let buffers = rows.iter().map(|&(start, end, bytes)| Buffer::new(start..end, bytes)).collect();
         let problem = Problem::new(buffers).unwrap();
         let requests = Requests::new(&problem);
-        for kind in Kind::ALL {
+        for kind in Kind::all() {
             for capacity in [0, 1, CAPACITY, 1 << 50, u64::MAX] {
                 let mut allocator = kind.build(capacity, &problem, &requests);
                 let _ = replay_observed(&requests, &mut *allocator, 1000, |_, _| {});

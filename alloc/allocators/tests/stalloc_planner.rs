@@ -40,7 +40,7 @@ fn both_algorithms_reserve_what_the_authors_planner_does() {
         table.entry(name).or_default().push(ratio(&report));
         // The second of the two.
         if algorithm == "split-and-fuse" {
-            let mut strips = Kind::StAllocStrips.build(1 << 40, &problem, &requests);
+            let mut strips = Kind::STALLOC_STRIPS.build(1 << 40, &problem, &requests);
             table.entry(name).or_default().push(ratio(&replay(&requests, &mut *strips, 3).unwrap()));
         }
         if report.peak_reserved() != reserved.parse::<u64>().unwrap() {

@@ -41,6 +41,7 @@ pub use zb_h2::ZbH2;
 pub use zbv::Zbv;
 
 use std::path::Path;
+use std::sync::{PoisonError, RwLock};
 
 use crate::{Action, Cell, Error};
 
@@ -84,12 +85,13 @@ impl Placement {
 }
 
 /// An order of actions for every rank. You can implement this trait for your own schedule; checker, simulator and
-/// passes take any table.
+/// passes take any table. [`register`] gives the schedule to everything that names schedules.
 ///
 /// ```
-/// use gapless_parallel::{Action, Error, Kind, Schedule, Sends, Shape, check};
+/// use gapless_parallel::{Action, Error, Kind, Schedule, Sends, Shape, by_name, check, register};
 ///
 /// /// One micro-batch after the other, so that only one is alive at a time.
+/// #[derive(Clone)]
 /// struct OneByOne;
 ///
 /// impl Schedule for OneByOne {
@@ -106,6 +108,8 @@ impl Placement {
 ///
 /// let table = OneByOne.table(&Shape { ranks: 3, chunks: 1, micro_batches: 4 })?;
 /// assert_eq!(check(&table, 3, 4, Sends::Blocking), []);
+/// register(OneByOne)?;
+/// assert_eq!(by_name("one-by-one")?.name(), "one-by-one");
 /// # Ok::<(), Error>(())
 /// ```
 pub trait Schedule {
@@ -172,8 +176,33 @@ fn cost_based() -> [Box<dyn Schedule + Send + Sync>; 3] {
     [Box::new(Automatic::default()), Box::new(SearchedZb::default()), Box::new(SearchedZbv::default())]
 }
 
+/// The schedules that the program added with [`register`].
+static ADDED: RwLock<Vec<Constructor>> = RwLock::new(Vec::new());
+
+type Constructor = Box<dyn Fn() -> Box<dyn Schedule + Send + Sync> + Send + Sync>;
+
+/// Adds a schedule, so that [`by_name`] finds it by its [`Schedule::name`], and run files and sweeps can name it.
+///
+/// # Errors
+/// Returns [`Error::Name`] if the name is that of another schedule or of a file.
+pub fn register<S: Schedule + Clone + Send + Sync + 'static>(schedule: S) -> Result<(), Error> {
+    let mut added = ADDED.write().unwrap_or_else(PoisonError::into_inner);
+    let name = schedule.name();
+    if name.ends_with(".csv") || known(&added).any(|other| other.name() == name) {
+        return Err(Error::Name { name });
+    }
+    added.push(Box::new(move || Box::new(schedule.clone())));
+    Ok(())
+}
+
+/// Returns every schedule that has a name, given those that were added.
+fn known(added: &[Constructor]) -> impl Iterator<Item = Box<dyn Schedule + Send + Sync>> {
+    all().into_iter().chain(cost_based()).chain(added.iter().map(|new| new()))
+}
+
 /// Returns the schedule with this name: a rule-based one, or [`Automatic`], [`SearchedZb`] or [`SearchedZbv`] with
-/// equal costs. A name that ends in `.csv` is the path of a table ([`Tabulated`]).
+/// equal costs, or one that was added with [`register`]. A name that ends in `.csv` is the path of a table
+/// ([`Tabulated`]).
 ///
 /// # Errors
 /// Returns [`Error::Unknown`], which lists the known names, if no schedule has this name, and the errors of
@@ -182,9 +211,9 @@ pub fn by_name(name: &str) -> Result<Box<dyn Schedule + Send + Sync>, Error> {
     if name.ends_with(".csv") {
         return Ok(Box::new(Tabulated::read(Path::new(name))?));
     }
-    let known = || all().into_iter().chain(cost_based());
-    known().find(|schedule| schedule.name() == name).ok_or_else(|| {
-        let known: Vec<&str> = known().map(|schedule| schedule.name()).collect();
+    let added = ADDED.read().unwrap_or_else(PoisonError::into_inner);
+    known(&added).find(|schedule| schedule.name() == name).ok_or_else(|| {
+        let known: Vec<&str> = known(&added).map(|schedule| schedule.name()).collect();
         Error::Unknown { name: name.to_owned(), known: known.join(", ") }
     })
 }

@@ -11,7 +11,7 @@ use std::time::Duration;
 use anyhow::{Context, bail};
 use flate2::bufread::MultiGzDecoder;
 use gapless::TrainError;
-use gapless::step::{Lowering, Origin, Step};
+use gapless::step::{EagerRun, Lowering, Origin, StartUp, Step};
 use gapless_alloc::draw::Bytes;
 use gapless_alloc::{Options, Problem, Solution, csv, plan_hash, table_hash};
 use gapless_allocators::{
@@ -42,6 +42,10 @@ pub struct Arguments {
     /// The number of times that the step runs; buffers that live through all of it are allocated once.
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..))]
     iterations: u64,
+    /// With --lowering eager or eager-amp: replay the first N steps of a run instead of a steady step, with what the start allocates.
+    #[arg(long, value_name = "N", conflicts_with_all = ["trace", "snapshot", "iterations"])]
+    #[arg(value_parser = clap::value_parser!(u16).range(1..=1000))]
+    first_steps: Option<u16>,
     /// Allocators to compare, separated by commas; all by default.
     #[arg(long, value_delimiter = ',', value_name = "NAMES")]
     allocators: Vec<Kind>,
@@ -86,9 +90,18 @@ fn compare_all(arguments: &Arguments) -> anyhow::Result<()> {
             let capacity = arguments.capacity.unwrap_or(refused.capacity());
             Ok::<_, anyhow::Error>(OutOfMemory { compared: replayed(arguments, *program, Some(capacity))?, refused })
         });
-        let (refused, routed) = (refused.transpose()?, program.routed.clone());
+        let (refused, routed, whole_run) = (refused.transpose()?, program.routed.clone(), program.whole_run.clone());
         let compared_here = compare_one(arguments, program)?;
-        compared.push(Outcome { title, origin, table_hash, plan_hash, refused, compared: compared_here, routed });
+        compared.push(Outcome {
+            title,
+            origin,
+            table_hash,
+            plan_hash,
+            refused,
+            compared: compared_here,
+            routed,
+            whole_run,
+        });
     }
     let text = match (arguments.json, &compared[..]) {
         (true, all) => to_json(all)? + "\n",
@@ -114,6 +127,8 @@ struct Outcome {
     compared: Compared,
     #[serde(flatten)]
     routed: Option<Routed>,
+    #[serde(flatten)]
+    whole_run: Option<WholeRun>,
     /// The last request of the snapshot that PyTorch could not serve; `None` if PyTorch served all requests.
     #[serde(skip_serializing_if = "Option::is_none")]
     refused: Option<OutOfMemory>,
@@ -146,6 +161,32 @@ impl Display for Routed {
     }
 }
 
+/// The share of the start in the first steps of a run.
+#[derive(Clone, Serialize)]
+struct WholeRun {
+    start_up: StartUp,
+    /// The most bytes alive in each step.
+    step_peaks: Vec<u64>,
+}
+
+impl Display for WholeRun {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let StartUp { before_bytes, states_bytes } = self.start_up;
+        let most = self.step_peaks.iter().copied().max().unwrap_or(0);
+        let share = 100.0 * (before_bytes + states_bytes) as f64 / most.max(1) as f64;
+        writeln!(
+            f,
+            "start of the run: {} before the first step, {} of optimizer states in its update, together {share:.1} % of the peak",
+            Size(before_bytes),
+            Size(states_bytes)
+        )?;
+        for (number, &peak) in (1..).zip(&self.step_peaks) {
+            writeln!(f, "step {number}: at most {} alive", Size(peak))?;
+        }
+        Ok(())
+    }
+}
+
 /// A request that PyTorch could not serve, and the results of all allocators for the program up to this request.
 #[derive(Serialize)]
 struct OutOfMemory {
@@ -159,6 +200,7 @@ impl Display for Outcome {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}", self.compared)?;
         self.routed.iter().try_for_each(|routed| write!(f, "{routed}"))?;
+        self.whole_run.iter().try_for_each(|whole_run| write!(f, "{whole_run}"))?;
         let Some(OutOfMemory { refused, compared }) = &self.refused else { return Ok(()) };
         let &Refused { event, bytes, device_free, reserved, allocated, .. } = refused;
         let (idle, alive) = (reserved.saturating_sub(allocated), allocated.saturating_add(bytes));
@@ -199,6 +241,8 @@ struct Program {
     work: u64,
     /// The rows of experts, if the program is a step of a mixture of experts.
     routed: Option<Routed>,
+    /// The share of the start, if the program is the first steps of a run.
+    whole_run: Option<WholeRun>,
     /// The last request that PyTorch could not serve, and the program up to this request.
     refused: Option<(Refused, Box<Program>)>,
 }
@@ -214,6 +258,7 @@ impl Program {
             plan: None,
             work: Options::DEFAULT_WORK,
             routed: None,
+            whole_run: None,
             refused: None,
         }
     }
@@ -240,7 +285,7 @@ fn replayed(arguments: &Arguments, program: Program, capacity: Option<u64>) -> a
         &requests,
         &Comparison {
             iterations: arguments.iterations,
-            kinds: if chosen.is_empty() { Kind::ALL.to_vec() } else { chosen.clone() },
+            kinds: if chosen.is_empty() { Kind::all() } else { chosen.clone() },
             capacity,
             pytorch: arguments.pytorch_options.clone(),
             smallest_device: arguments.smallest_device,
@@ -282,7 +327,7 @@ fn read(arguments: &Arguments) -> anyhow::Result<Vec<Program>> {
             Ok(vec![program(snapshot, until)])
         }
         (None, None) if arguments.run.names_a_run(arguments.file.as_deref()) => {
-            of_ranks(&arguments.run.step(arguments.file.as_deref())?)
+            of_ranks(&arguments.run.step(arguments.file.as_deref())?, arguments.first_steps)
         }
         (None, None) => bail!("nothing to compare; give the file of a run, --model, --trace or --snapshot"),
     }
@@ -291,7 +336,13 @@ fn read(arguments: &Arguments) -> anyhow::Result<Vec<Program>> {
 /// Returns the programs of a step's ranks. If `lowering` selects an eager framework, they have the lifetimes in this
 /// framework. Otherwise they have the compiled lifetimes, and their plans. Either way, experts have the rows of the
 /// step's load.
-fn of_ranks(step: &Step) -> anyhow::Result<Vec<Program>> {
+fn of_ranks(step: &Step, first_steps: Option<u16>) -> anyhow::Result<Vec<Program>> {
+    if first_steps.is_some() && step.lowering == Lowering::Gapless {
+        bail!(
+            "--first-steps is for eager frameworks: the start of a run takes nothing on top of this engine's arena, which is reserved \
+             before the first step; give --lowering eager, or leave --first-steps out"
+        );
+    }
     let graph = step.record()?;
     let planned = |&rank: &usize| {
         let mut routed = step.routed_rows(&graph, rank).map(|_| Routed {
@@ -299,6 +350,7 @@ fn of_ranks(step: &Step) -> anyhow::Result<Vec<Program>> {
             unused_reserve: None,
             reserve_grown_to: None,
         });
+        let mut whole_run = None;
         let (problem, plan) = match step.lowering {
             Lowering::Gapless => {
                 let executable = step.plan(&step.program(&graph, rank)?)?;
@@ -309,7 +361,14 @@ fn of_ranks(step: &Step) -> anyhow::Result<Vec<Program>> {
                 }
                 (served.problem, Some(served.solution))
             }
-            Lowering::Eager | Lowering::EagerAmp => (step.eager(&graph, rank)?, None),
+            Lowering::Eager | Lowering::EagerAmp => match first_steps {
+                None => (step.eager(&graph, rank)?, None),
+                Some(steps) => {
+                    let EagerRun { table, start_up, peaks } = step.eager_run(&graph, rank, steps.into())?;
+                    whole_run = Some(WholeRun { start_up, step_peaks: peaks });
+                    (table, None)
+                }
+            },
         };
         let title = match step.ranks.len() {
             1 => step.title().to_owned(),
@@ -324,6 +383,7 @@ fn of_ranks(step: &Step) -> anyhow::Result<Vec<Program>> {
             plan,
             work: step.options.memory.planning,
             routed,
+            whole_run,
             refused: None,
         })
     };

@@ -25,17 +25,13 @@ const MAX_EXTENT: u128 = 1 << 17;
 /// A cell is a stage, an action and a micro-batch, like 0F3. Actions: F forward, B whole backward, I input gradient, W weight
 /// gradient. Exit code: 0 if the table is valid, 2 for invalid input, 3 if the checker refuses the table.
 #[derive(Debug, clap::Args)]
-#[command(group = clap::ArgGroup::new("input"))]
 pub struct Arguments {
     /// gpipe, 1f1b, interleaved, looped-bfs, zb-h1, interleaved-zb, zb-h2, zbv, v-half, v-min, v-1f1b, dualpipev,
     /// layered-accumulation, modular-pipeline; or an order computed for the ticks given below: automatic (the shortest that is
     /// found), zb-searched and zbv-searched (by the zero-bubble authors' searches). Or the file of a run (.toml), whose step is drawn
     /// in nanoseconds.
-    #[arg(group = "input", value_name = "NAME|RUN.toml")]
+    #[arg(value_name = "NAME|RUN.toml")]
     name: Option<String>,
-    /// A table of your own instead: PyTorch's CSV, one row per rank. With --model, the step of the model is shown in this order.
-    #[arg(long, value_name = "FILE.csv", group = "input")]
-    table: Option<PathBuf>,
     /// For interleaved: the number of micro-batches that pass one chunk before the next (Megatron's micro-batch group
     /// size per virtual stage); by default micro-batches are split into as many equal rounds as keep all ranks busy.
     #[arg(long, value_name = "N", conflicts_with_all = ["table", "model"])]
@@ -135,12 +131,18 @@ pub fn run(arguments: &Arguments) -> ExitCode {
 /// Checks a table and shows it, or shows the step of a run. If the checker rejects the table, returns the violations,
 /// and does not show the table. Otherwise returns an empty list.
 fn show(arguments: &Arguments) -> anyhow::Result<Vec<Violation>> {
-    if arguments.table.is_some() && !arguments.run.is_empty() && !arguments.run.has("model") {
-        bail!(
-            "keys of a run have no effect on --table; leave the keys out, or give a --model whose step has this order"
-        );
+    let names_a_run = arguments.run.names_a_run(file(arguments));
+    if arguments.run.table.is_some() {
+        if let Some(name) = arguments.name.as_ref().filter(|_| file(arguments).is_none()) {
+            bail!("the schedule {name} cannot be used with --table; leave one of them out");
+        }
+        if arguments.run.has_keys() && !names_a_run {
+            bail!(
+                "keys of a run have no effect on --table; leave the keys out, or give a --model whose step has this order"
+            );
+        }
     }
-    if arguments.run.names_a_run(file(arguments)) {
+    if names_a_run {
         return of_model(arguments);
     }
     let (title, actions) = read(arguments)?;
@@ -177,16 +179,6 @@ fn keys(arguments: &Arguments) -> anyhow::Result<RunArguments> {
             bail!("the schedule is given twice; leave --schedule out");
         }
         keys.assign("pipeline.schedule", name);
-    }
-    if let Some(path) = &arguments.table {
-        if keys.has("schedule") {
-            bail!("--table is the schedule; leave --schedule out");
-        }
-        let path = path.to_str().context("the path of --table is not UTF-8")?;
-        if !path.ends_with(".csv") {
-            bail!("{path} is not the path of a table for a model; its name must end in .csv");
-        }
-        keys.assign("pipeline.schedule", path);
     }
     Ok(keys)
 }
@@ -234,7 +226,7 @@ fn write_output(
 
 /// Returns the title and the table of the named schedule, or of the given file.
 fn read(arguments: &Arguments) -> anyhow::Result<(String, Vec<Vec<Cell>>)> {
-    if let Some(path) = &arguments.table {
+    if let Some(path) = &arguments.run.table {
         let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
         return Ok((name, read_table_file(path)?));
     }

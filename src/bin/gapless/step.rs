@@ -4,6 +4,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
 
+use anyhow::{Context, ensure};
 use clap::{Arg, ArgAction, ArgMatches, Command, value_parser};
 use gapless::run::{NAMES, RunConfig};
 use gapless::step::Step;
@@ -16,6 +17,8 @@ use crate::output::tell;
 pub struct RunArguments {
     /// The run file of the hidden flag `--step`.
     file: Option<PathBuf>,
+    /// A table that is the schedule of the step.
+    pub table: Option<PathBuf>,
     assignments: Vec<String>,
 }
 
@@ -74,7 +77,10 @@ impl clap::Args for RunArguments {
         );
         let file =
             Arg::new("step").long("step").value_name("FILE.toml").value_parser(value_parser!(PathBuf)).hide(true);
-        let command = command.arg(set).arg(file).next_help_heading("Common keys of the run");
+        let table = Arg::new("table").long("table").value_name("FILE.csv").value_parser(value_parser!(PathBuf)).help(
+            "A table of your own as the schedule of the step: PyTorch's CSV, one row per rank [pipeline.schedule]",
+        );
+        let command = command.arg(set).arg(file).arg(table).next_help_heading("Common keys of the run");
         let command = FLAGS.iter().fold(command, |command, flag| {
             let arg = Arg::new(flag.name).long(flag.long.as_str()).value_name("VALUE").allow_hyphen_values(true);
             let arg = match flag.name {
@@ -102,6 +108,7 @@ impl clap::FromArgMatches for RunArguments {
 
     fn update_from_arg_matches(&mut self, matches: &ArgMatches) -> Result<(), clap::Error> {
         self.file = matches.get_one::<PathBuf>("step").cloned();
+        self.table = matches.get_one::<PathBuf>("table").cloned();
         for flag in FLAGS.iter() {
             let Some(value) = matches.get_one::<String>(flag.name) else { continue };
             match value.split_once(':').filter(|_| flag.name == "lora") {
@@ -124,7 +131,12 @@ impl clap::FromArgMatches for RunArguments {
 impl RunArguments {
     /// True if no flag and no assignment is given.
     pub fn is_empty(&self) -> bool {
-        self.file.is_none() && self.assignments.is_empty()
+        self.table.is_none() && !self.has_keys()
+    }
+
+    /// True if anything but a table is given.
+    pub fn has_keys(&self) -> bool {
+        self.file.is_some() || !self.assignments.is_empty()
     }
 
     /// True if a flag or an assignment sets the key with this short name.
@@ -142,7 +154,12 @@ impl RunArguments {
 
     /// Reads the run from a file with the flags applied. Without a file, the flags must describe the whole run.
     pub fn run(&self, file: Option<&Path>) -> anyhow::Result<RunConfig> {
-        let run = RunConfig::read_without_data(file.or(self.file.as_deref()), &self.assignments)?;
+        let mut assignments = self.assignments.clone();
+        if let Some(path) = &self.table {
+            ensure!(!self.has("schedule"), "--table is the schedule; leave --schedule out");
+            assignments.push(assigned_table(path)?);
+        }
+        let run = RunConfig::read_without_data(file.or(self.file.as_deref()), &assignments)?;
         run.notices.iter().for_each(tell);
         Ok(run)
     }
@@ -161,6 +178,13 @@ impl RunArguments {
     pub fn names_a_run(&self, file: Option<&Path>) -> bool {
         file.is_some() || self.file.is_some() || self.has("model")
     }
+}
+
+/// Returns the assignment that makes a table the schedule of a step.
+pub fn assigned_table(path: &Path) -> anyhow::Result<String> {
+    let path = path.to_str().context("the path of --table is not UTF-8")?;
+    ensure!(path.ends_with(".csv"), "{path} is not the path of a table for a model; its name must end in .csv");
+    Ok(format!("pipeline.schedule={path}"))
 }
 
 /// True if the file's extension is that of a run file.

@@ -14,6 +14,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 
 use crate::limits;
 use crate::output::{print, tell};
+use crate::step::assigned_table;
 
 /// Plan all combinations of lists of values for a training step's keys: bytes under the plan and other allocators, and time.
 ///
@@ -30,6 +31,9 @@ pub struct Arguments {
     /// Set a key of all configurations, e.g. estimate.expert_load=worst; can be given several times.
     #[arg(long, value_name = "KEY=VALUE", allow_hyphen_values = true)]
     set: Vec<String>,
+    /// A table of your own as the schedule of all configurations: PyTorch's CSV, one row per rank; as --set pipeline.schedule=FILE.csv.
+    #[arg(long, value_name = "FILE.csv")]
+    table: Option<PathBuf>,
     /// Worker threads; all cores by default.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     threads: Option<u16>,
@@ -41,7 +45,12 @@ pub fn run(arguments: &Arguments) -> ExitCode {
         tell(format_args!("gapless sweep: {error}"));
         ExitCode::from(code)
     };
-    let spec = match Sweep::read(&arguments.spec, &arguments.set) {
+    let table = arguments.table.as_deref().map(assigned_table).transpose();
+    let spec = table.and_then(|table| {
+        let set: Vec<String> = arguments.set.iter().cloned().chain(table).collect();
+        Ok(Sweep::read(&arguments.spec, &set)?)
+    });
+    let spec = match spec {
         Ok(spec) => spec,
         Err(error) => return fail(&error, 2),
     };

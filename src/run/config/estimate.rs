@@ -26,7 +26,8 @@ pub struct EstimateConfig {
     pub lowering: Lowering,
     /// The distribution of tokens over the experts of each layer: `even` gives every expert the same chance; in
     /// `skewed:A`, the n-th most popular expert is chosen n^−A times as often as the first; `worst` sends as many rows
-    /// to one expert rank as any routing can. Comparisons and sweeps show the expert rank that receives most rows. The
+    /// to one expert rank as any routing can; `recorded:FILE.csv` has the loads of a training
+    /// (columns `step,layer,expert,tokens`). Comparisons and sweeps show the expert rank that receives most rows. The
     /// arena does not depend on it (`memory.routing`).
     #[serde(with = "text")]
     #[schemars(with = "String")]

@@ -33,7 +33,7 @@ use serde_json::json;
 pub(crate) use check::refused;
 pub use data::{DataConfig, SourceConfig};
 pub use estimate::{EstimateConfig, Lowering};
-pub use expert_load::ExpertLoad;
+pub use expert_load::{ExpertLoad, RecordedLoad};
 pub use learning_rate::{RateConfig, RateShape};
 pub use model::{ModelConfig, PRESETS};
 pub use names::NAMES;

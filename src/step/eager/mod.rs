@@ -5,6 +5,9 @@
 //! temporaries and workspaces, gradient accumulation, and frees when the last reference is dropped. No kernel runs and
 //! no value is computed.
 //!
+//! The table is of a steady step. [`Step::eager_run`] computes the table of the first steps of a run, in which the
+//! optimizer's states appear with the first update.
+//!
 //! - `rules` has the allocations of each operation, `experts` those of mixtures of experts.
 //! - `tape` counts references; `autograd` runs backwards.
 //! - `stage` selects the part of the graph that a rank runs, and `run` walks through it.
@@ -16,11 +19,12 @@ mod run;
 mod stage;
 mod tape;
 
-use gapless_alloc::Problem;
+use gapless_alloc::{Buffer, Problem, lower_bound};
 use gapless_engine::compile::step::StepGraph;
 use gapless_engine::recompute::{Layers, Recompute};
 use gapless_models::hf::Architecture;
 use gapless_parallel::Kind;
+use serde::Serialize;
 
 pub use self::experts::ExpertRows;
 use self::run::{Run, Style};
@@ -49,6 +53,27 @@ pub enum EagerError {
     Table(#[from] gapless_alloc::Error),
 }
 
+/// The first steps of a run under an eager framework.
+#[derive(Debug, Clone)]
+pub struct EagerRun {
+    /// The lifetimes of the steps. Buffers that outlive the last step are alive until the end.
+    pub table: Problem,
+    /// The share of what the start allocates for the whole run.
+    pub start_up: StartUp,
+    /// The most bytes alive in each step.
+    pub peaks: Vec<u64>,
+}
+
+/// The bytes that are alive in all steps after the first one, by the time of their allocation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub struct StartUp {
+    /// Bytes before the first step: parameters, rotary tables, and with f32 masters the sums of gradients and the
+    /// masters.
+    pub before_bytes: u64,
+    /// Bytes of optimizer states, which the first update allocates.
+    pub states_bytes: u64,
+}
+
 impl Step {
     /// Returns the lifetimes of a pipeline rank under an eager framework. If the step's key `lowering` is `eager-amp`,
     /// autocast is modelled; other values have no effect. Experts get the rows of [`Step::routed_rows`].
@@ -65,12 +90,57 @@ impl Step {
         }
     }
 
+    /// Returns the lifetimes of the first `steps` steps of a run under an eager framework, at least one. Parameters, and
+    /// with f32 masters also the sums of gradients and the masters, exist before the first step. The states of the
+    /// optimizer are allocated in the first update. Experts get other rows in each step.
+    ///
+    /// # Errors
+    /// Returns an [`EagerError`] if the step has a part that is not modelled.
+    pub fn eager_run(&self, graph: &StepGraph, rank: usize, steps: usize) -> Result<EagerRun, EagerError> {
+        let steps = steps.max(1);
+        let rows = self.rows_of_steps(graph, rank, steps);
+        let rows = |micro_batch: usize, layer: &str| {
+            rows.as_ref().map_or_else(Vec::new, |rows| rows.of_experts(micro_batch, layer).to_vec())
+        };
+        let (buffers, ends) = self.eager_steps(graph, rank, &rows, Some(steps))?;
+        let table = Problem::new(buffers)?;
+        let before = ends[0];
+        let lasts = |buffer: &&Buffer| buffer.lifetime.end == table.end();
+        let lasting = |is_before: bool| {
+            let buffers = table.buffers().iter().filter(lasts);
+            buffers.filter(|buffer| (buffer.lifetime.start < before) == is_before).map(|buffer| buffer.bytes).sum()
+        };
+        let start_up = StartUp { before_bytes: lasting(true), states_bytes: lasting(false) };
+        let peak = |span: &[u64]| {
+            let inside = |buffer: &Buffer| {
+                let (start, end) = (buffer.lifetime.start.max(span[0]), buffer.lifetime.end.min(span[1]));
+                (start < end).then(|| Buffer::new(start..end, buffer.bytes))
+            };
+            Ok(lower_bound(&Problem::new(table.buffers().iter().filter_map(inside).collect())?))
+        };
+        let peaks = ends.windows(2).map(peak).collect::<Result<_, EagerError>>()?;
+        Ok(EagerRun { table, start_up, peaks })
+    }
+
     /// Like [`Self::eager`], but `rows` gives the number of rows of each expert. `rows` must be a pure function,
     /// because it is called again when a layer is recomputed.
     ///
     /// # Errors
     /// Returns an [`EagerError`] if the step has a part that is not modelled.
     pub fn eager_routed(&self, graph: &StepGraph, rank: usize, rows: &ExpertRows<'_>) -> Result<Problem, EagerError> {
+        let (buffers, _) = self.eager_steps(graph, rank, rows, None)?;
+        Ok(Problem::new(buffers)?)
+    }
+
+    /// Runs the first steps of a run, or a steady step if their number is `None`. Returns the buffers, and the ticks
+    /// before the first step and after each step.
+    fn eager_steps(
+        &self,
+        graph: &StepGraph,
+        rank: usize,
+        rows: &ExpertRows<'_>,
+        first_steps: Option<usize>,
+    ) -> Result<(Vec<Buffer>, Vec<u64>), EagerError> {
         let table = self.options.pipeline.schedule.actions(&self.shape())?;
         let row = table.get(rank).ok_or_else(|| EagerError::Unknown(format!("rank {rank}")))?;
         if row.iter().any(|action| !matches!(action.kind, Kind::Forward | Kind::Backward)) {
@@ -80,11 +150,15 @@ impl Step {
             )));
         }
         let graph = graph.graph();
-        let mut run = Run::new(&graph, self.style(), row, rows);
+        let mut run = Run::new(&graph, self.style(), row, rows, first_steps.is_some());
         run.checkpoint(self.checkpoints(run.blocks())?);
-        row.iter().enumerate().try_for_each(|(at, &action)| run.run_action(action, row.get(at + 1)))?;
-        run.update();
-        Ok(Problem::new(run.into_buffers())?)
+        let mut ends = vec![run.now()];
+        for _ in 0..first_steps.unwrap_or(1) {
+            row.iter().enumerate().try_for_each(|(at, &action)| run.run_action(action, row.get(at + 1)))?;
+            run.update();
+            ends.push(run.now());
+        }
+        Ok((run.into_buffers(first_steps.is_none()), ends))
     }
 
     fn style(&self) -> Style {

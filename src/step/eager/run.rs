@@ -35,6 +35,13 @@ pub struct Style {
     pub expert_ranks: u64,
 }
 
+impl Style {
+    /// Bytes per element of an optimizer state.
+    fn state(&self) -> u64 {
+        if self.is_mixed { F32 } else { self.parameter }
+    }
+}
+
 /// Values by id. The map is ordered, so values that are freed together are always freed in the same order.
 type Environment = BTreeMap<ValueId, Var>;
 
@@ -52,6 +59,10 @@ pub struct Run<'g> {
     trained: Vec<Var>,
     /// Other tensors that live through the step.
     persistent: Vec<Tensor>,
+    /// Whether the optimizer has its states. It gets them in its first update.
+    has_states: bool,
+    /// Micro-batches of earlier steps.
+    earlier: usize,
     /// The cache of autocast, by parameter and expert.
     casts: RefCell<BTreeMap<(ValueId, usize), Var>>,
     /// Inputs of `swiglu` to which `silu` is applied. This happens as soon as such an input has been computed.
@@ -77,8 +88,9 @@ struct InFlight {
 }
 
 impl<'g> Run<'g> {
-    /// Creates a run and allocates everything that exists before the step.
-    pub fn new(graph: &'g Graph, style: Style, row: &[Action], rows: &'g ExpertRows<'g>) -> Self {
+    /// Creates a run and allocates everything that exists before the step. This includes the states of the optimizer,
+    /// unless the step is the first of a run.
+    pub fn new(graph: &'g Graph, style: Style, row: &[Action], rows: &'g ExpertRows<'g>, is_first: bool) -> Self {
         let mixtures = Mixture::find(graph);
         let (stages, blocks) = Stage::of_rank(graph, &places(graph, &mixtures), row, style.is_transformers);
         let mut run = Self {
@@ -90,6 +102,8 @@ impl<'g> Run<'g> {
             of_experts: HashMap::new(),
             trained: Vec::new(),
             persistent: Vec::new(),
+            has_states: !is_first,
+            earlier: 0,
             casts: RefCell::default(),
             gates: graph.nodes().iter().filter(|node| node.op.name() == "swiglu").map(|node| node.inputs[0]).collect(),
             mixtures,
@@ -115,7 +129,7 @@ impl<'g> Run<'g> {
         self.checkpointed = blocks.into_iter().collect();
     }
 
-    /// Allocates parameters, rotary tables and optimizer states.
+    /// Allocates parameters, rotary tables, masters, sums of gradients and, after the first step, optimizer states.
     fn allocate_persistent(&mut self) {
         let Self { graph, style, .. } = *self;
         let read: HashSet<ValueId> = self.stages.values().flat_map(|stage| stage.last.keys().copied()).collect();
@@ -149,18 +163,19 @@ impl<'g> Run<'g> {
         }
         for Var { data: Tensor { elements, .. }, .. } in &self.trained {
             let share = elements.div_ceil(style.data_ranks);
-            let state = if style.is_mixed { F32 } else { style.parameter };
             if style.is_mixed {
                 self.persistent.push(tape.new_tensor(*elements, 1, F32));
                 self.persistent.push(tape.new_tensor(share, 1, F32));
             }
-            self.persistent.extend([share, share, 1].map(|count| tape.new_tensor(count, 1, state)));
+            if self.has_states {
+                self.persistent.extend([share, share, 1].map(|count| tape.new_tensor(count, 1, style.state())));
+            }
         }
     }
 
     /// Runs an action of the schedule. `next` is the action after it, or `None` for the last action.
     pub fn run_action(&mut self, action: Action, next: Option<&Action>) -> Result<(), EagerError> {
-        self.micro_batch.set(action.micro_batch.0 as usize);
+        self.micro_batch.set(self.earlier + action.micro_batch.0 as usize);
         match action.kind {
             Kind::Forward => self.forward(action, next),
             _ => {
@@ -233,21 +248,37 @@ impl<'g> Run<'g> {
     }
 
     /// Runs the update, and then frees the gradients. The update allocates only the gradient norms, because a fused
-    /// update works in place.
+    /// update works in place. In the first step, it also allocates the states of the optimizer.
     pub fn update(&mut self) {
         self.left.clear();
         let tape = &self.autograd.tape;
-        let norms: Vec<Tensor> = self.trained.iter().map(|_| tape.bytes(F32)).collect();
-        let _stacked = tape.bytes(F32 * norms.len() as u64);
-        let _norm = tape.bytes(F32);
+        {
+            let norms: Vec<Tensor> = self.trained.iter().map(|_| tape.bytes(F32)).collect();
+            let _stacked = tape.bytes(F32 * norms.len() as u64);
+            let _norm = tape.bytes(F32);
+        }
+        if !std::mem::replace(&mut self.has_states, true) {
+            for Var { data: Tensor { elements, .. }, .. } in &self.trained {
+                let share = elements.div_ceil(self.style.data_ranks);
+                let states = [1, share, share].map(|count| tape.new_tensor(count, 1, self.style.state()));
+                self.persistent.extend(states);
+            }
+        }
         for parameter in &self.trained {
             parameter.leaf().map(|leaf| leaf.grad.take());
         }
+        self.earlier += self.style.micro_batches;
     }
 
-    /// Returns the table of lifetimes.
-    pub fn into_buffers(self) -> Vec<Buffer> {
-        self.autograd.tape.clone().into_buffers()
+    /// The tick of the next allocation or free.
+    pub fn now(&self) -> u64 {
+        self.autograd.tape.now()
+    }
+
+    /// Returns the table of lifetimes. If it is of a steady step, a buffer that is never freed counts as alive from the
+    /// first tick.
+    pub fn into_buffers(self, is_steady: bool) -> Vec<Buffer> {
+        self.autograd.tape.clone().into_buffers(is_steady)
     }
 
     /// Runs a stage's forward. Returns the values that other stages read. For the last stage, returns the loss.

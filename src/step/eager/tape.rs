@@ -114,11 +114,17 @@ impl Tape {
         self.0.borrow_mut().is_muted = is_muted;
     }
 
-    /// Returns the table of lifetimes. A buffer that is never freed counts as alive from the first tick to the last.
-    pub fn into_buffers(self) -> Vec<Buffer> {
+    /// The tick of the next allocation or free.
+    pub fn now(&self) -> u64 {
+        self.0.borrow().now
+    }
+
+    /// Returns the table of lifetimes. A buffer that is never freed counts as alive until the last tick; if `is_steady`,
+    /// also from the first.
+    pub fn into_buffers(self, is_steady: bool) -> Vec<Buffer> {
         let events = self.0.borrow();
         let buffer = |(lifetime, bytes): &(Range<u64>, u64)| match lifetime.end {
-            u64::MAX => Buffer::new(0..events.now, *bytes),
+            u64::MAX => Buffer::new(if is_steady { 0 } else { lifetime.start }..events.now, *bytes),
             _ => Buffer::new(lifetime.clone(), *bytes),
         };
         events.buffers.iter().map(buffer).collect()

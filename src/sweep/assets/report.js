@@ -164,12 +164,12 @@ function estimate() {
   const axis = (name) => ({ from: low, to: high, log: true, name });
   const at = plot(box, { x: axis("peak live bytes, GiB"), y: axis("formula, GiB") });
   element(at.svg, "path", { class: "limit", d: `M${at.x(low)} ${at.y(low)}L${at.x(high)} ${at.y(high)}` });
-  const series = [["bytes per parameter", "formula", 0], ["Megatron's estimator", "megatron", 1]];
+  const series = [["per parameter", "formula", 0], ["Megatron-LM", "megatron", 1]];
   const named = series.map(([name, key, index]) => {
     dots(at, exact.map((row) => [row.live / GIB, row[key] / GIB]), color(index), 3.5, 0.6);
     const ratios = exact.map((row) => row[key] / row.live).sort((a, b) => a - b);
     const [least, median, most] = [0, 0.5, 1].map((part) => ratios[Math.round((ratios.length - 1) * part)] ?? 0);
-    return [`${name}: median ${median.toFixed(2)} × (${least.toFixed(2)} to ${most.toFixed(2)})`, color(index)];
+    return [`${name}: ${median.toFixed(2)} × (${least.toFixed(2)} to ${most.toFixed(2)})`, color(index)];
   });
   legend(at, named);
   const lines = exact.map((row) => [row.live, row.formula, row.megatron, values(row)]);
@@ -324,7 +324,10 @@ function choose(row) {
   const columns = element(box, "div", { class: "columns" });
   bars(element(columns, "table"), "reserved", data.allocators.map((name, index) => [name, row.reserved[index], color(index)]));
   bars(element(columns, "table"), "at the fullest rank's peak", Object.entries(row.roles).map(([name, bytes]) => [name, bytes, "var(--accent)"]));
-  if (row.map.length) memoryMap(element(box, "div", { class: "plot" }), row);
+  if (row.map.length) {
+    element(box, "p", { style: "margin-top:10px" }, "Memory map of the rank with most live bytes:");
+    memoryMap(element(box, "div", { class: "plot" }), row);
+  }
   element(box, "p", { style: "margin-top:10px" }, "The command for the exact memory maps of all ranks:");
   element(box, "code", {}, row.command);
   memoryTime();
@@ -336,7 +339,7 @@ function memoryMap(box, row) {
   // Rows of earlier builds do not have the arena of the map.
   const arena = row.map_bytes || row.reserved[0];
   const at = plot(box, {
-    x: { from: 0, to: row.map.length, name: "memory map of the rank with most live bytes: time of the step" },
+    x: { from: 0, to: row.map.length, name: "time of the step" },
     y: { from: 0, to: arena / GIB, name: "offset, GiB" },
     names: [],
   });

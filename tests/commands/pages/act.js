@@ -20,7 +20,7 @@ async function act() {
   told.crosses = [...document.querySelectorAll(".cross")].filter((cross) => cross.getAttribute("d")).length;
   point("pointerdown", 0.25);
   point("pointermove", 0.5);
-  told.selected = +one("#chart-loss .chosen-steps").getAttribute("width") > 100;
+  told.selected = +one("#chart-loss .chosen-steps").getAttribute("width") > 80;
   point("pointerup", 0.5);
   told.zoomed = [labels("loss"), labels("lr")];
   told.is_other = curves("loss")[0] !== whole[0];

@@ -10,8 +10,8 @@ use std::process::Command;
 use gapless_testing::{not_checked, slow_tests_enabled};
 use serde_json::{Value, json};
 
-/// The widths of windows, each with whether the color scheme is dark.
-const WINDOWS: [(u32, bool); 4] = [(1280, false), (1920, true), (1280, true), (1920, false)];
+/// The widths of windows, each with whether the color scheme is dark. No window of Chromium is narrower than 500.
+const WINDOWS: [(u32, bool); 5] = [(1280, false), (1920, true), (500, false), (1280, true), (1920, false)];
 
 fn gapless(arguments: &[&str]) -> String {
     let output = Command::new(env!("CARGO_BIN_EXE_gapless")).args(arguments).output().unwrap();

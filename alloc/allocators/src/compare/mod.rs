@@ -8,11 +8,11 @@ mod timeline;
 
 use std::fmt;
 
-use gapless_alloc::{Options, Problem, Solution, plan};
+use gapless_alloc::{Options, Problem, Solution};
 use serde::Serialize;
 use serde::ser::{SerializeStruct, Serializer};
 
-use crate::{Allocator, Device, Kind, OutOfMemory, Planned, PyTorchOptions};
+use crate::{Device, Kind, OutOfMemory, PyTorchOptions, Setup};
 use crate::{Report, Requests, replay, replay_observed, smallest_capacity};
 pub use page::page;
 pub use timeline::Timeline;
@@ -22,7 +22,7 @@ pub use timeline::Timeline;
 pub struct Comparison {
     /// Number of times that the step is repeated.
     pub iterations: u64,
-    /// The allocators, in any order.
+    /// The allocators, in any order. The default is all registered ones.
     pub kinds: Vec<Kind>,
     /// Size of the device in bytes. `None` means 80 GiB, or four times the live bytes if these exceed 60 GiB.
     pub capacity: Option<u64>,
@@ -33,9 +33,9 @@ pub struct Comparison {
     pub smallest_device: bool,
     /// Whether to record timelines for pictures, which takes longer.
     pub pictures: bool,
-    /// Options of the planner for [`Kind::Gapless`].
+    /// Options of the planner for [`Kind::GAPLESS`].
     pub planner: Options,
-    /// An existing plan for [`Kind::Gapless`]. With `None`, the comparison makes a plan.
+    /// An existing plan for [`Kind::GAPLESS`]. With `None`, the comparison makes a plan.
     pub plan: Option<Solution>,
     /// Bytes that gapless reserves beyond the plan, for routed rows that these requests do not have. `None` if all
     /// sizes are known when the step is compiled.
@@ -46,7 +46,7 @@ impl Default for Comparison {
     fn default() -> Self {
         Self {
             iterations: 1,
-            kinds: Kind::ALL.to_vec(),
+            kinds: Kind::all(),
             capacity: None,
             pytorch: PyTorchOptions::default(),
             smallest_device: false,
@@ -93,13 +93,7 @@ pub fn compare(problem: &Problem, requests: &Requests, comparison: &Comparison) 
         live if live <= Device::DEFAULT_CAPACITY / 4 * 3 => Device::DEFAULT_CAPACITY,
         live => live.saturating_mul(4),
     });
-    let build = |kind: Kind, capacity| -> Box<dyn Allocator> {
-        if kind == Kind::Gapless {
-            let plan = comparison.plan.clone().unwrap_or_else(|| plan(problem, &comparison.planner));
-            return Box::new(Planned::with_plan(Device::new(capacity), problem, requests, &plan));
-        }
-        kind.build_with(capacity, problem, requests, &comparison.pytorch)
-    };
+    let build = |kind: Kind, capacity| kind.build_with(&Setup { capacity, problem, requests, comparison });
     let served = requests.persistent().len() as u64 + requests.step().len() as u64 * comparison.iterations;
     let entry = |&kind: &Kind| {
         let mut allocator = build(kind, capacity);
@@ -122,7 +116,7 @@ pub fn compare(problem: &Problem, requests: &Requests, comparison: &Comparison) 
             }
         };
         let smallest_device = outcome.as_ref().ok().filter(|_| comparison.smallest_device).and_then(smallest);
-        let unused_reserve = comparison.unused_reserve.filter(|_| kind == Kind::Gapless);
+        let unused_reserve = comparison.unused_reserve.filter(|_| kind == Kind::GAPLESS);
         Entry { kind, outcome, smallest_device, unused_reserve, timeline }
     };
     let mut allocators: Vec<Entry> = comparison.kinds.iter().map(entry).collect();
@@ -191,7 +185,7 @@ impl fmt::Display for Compared {
         let times = if self.iterations == 1 { "once".to_owned() } else { format!("{} times", self.iterations) };
         writeln!(
             f,
-            "\npeak live bytes: {} ({:.3} GiB); the step runs {times} on a device of {:.1} GiB",
+            "\npeak live bytes: {} ({:.3} GiB); the program runs {times} on a device of {:.1} GiB",
             self.peak_live,
             gib(self.peak_live),
             gib(self.capacity)

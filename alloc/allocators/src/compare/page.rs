@@ -46,7 +46,7 @@ pub fn page(compared: &Compared, title: &str) -> String {
     format!(
         "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content=\"width=device-width\">\
          <title>{title}: allocators compared</title><style>{THEME}{STYLE}</style><h1>{title}</h1>\
-         <p>Each allocator serves the same requests: the step runs {times} on a device of {capacity}. At most {peak} are alive at \
+         <p>Each allocator serves the same requests: the program runs {times} on a device of {capacity}. At most {peak} are alive at \
          once; what an allocator reserves beyond that is lost to fragmentation.\
          <table><tr><th>allocator<th>reserved<th>reserved ÷ peak live<th>lost<th>allocated<th>fragmentation<th>segments\
          <th>device calls{rows}</table>\

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::str::FromStr;
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError, RwLock};
 
 use gapless_graph::{Graph, Node, Phase, Spec, ValueId};
 use gapless_parallel::{Action, Kind, Rates};
@@ -44,6 +44,25 @@ pub trait RecomputePolicy: fmt::Debug + Send + Sync {
 #[derive(Debug, Clone)]
 pub struct CustomPolicy(pub Arc<dyn RecomputePolicy>);
 
+/// The policies that the program added with [`Recompute::register`], by name.
+static ADDED: RwLock<Vec<(String, CustomPolicy)>> = RwLock::new(Vec::new());
+
+impl Recompute {
+    /// Gives a policy a name, which run files and sweeps can then use for `memory.recompute`. Returns the policy.
+    ///
+    /// # Errors
+    /// Returns an error if the name already means a policy.
+    pub fn register(name: &str, policy: impl RecomputePolicy + 'static) -> Result<Self> {
+        if name.parse::<Self>().is_ok() {
+            let why = format!("{name:?} already means a policy");
+            return Err(Error::config("memory.recompute", why, "register the policy under another name"));
+        }
+        let policy = CustomPolicy(Arc::new(policy));
+        ADDED.write().unwrap_or_else(PoisonError::into_inner).push((name.to_owned(), policy.clone()));
+        Ok(Self::Custom(policy))
+    }
+}
+
 impl PartialEq for CustomPolicy {
     fn eq(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
@@ -59,12 +78,20 @@ impl fmt::Display for Recompute {
             Self::Layers(Layers::First(count)) => write!(f, "first:{count}"),
             Self::Layers(Layers::Named(names)) => write!(f, "layers:{}", names.join(",")),
             Self::Ops(names) => write!(f, "ops:{}", names.join(",")),
-            other => write!(f, "{other:?}"),
+            Self::Custom(policy) => {
+                let added = ADDED.read().unwrap_or_else(PoisonError::into_inner);
+                match added.iter().find(|(_, other)| other == policy) {
+                    Some((name, _)) => f.write_str(name),
+                    None => write!(f, "{policy:?}"),
+                }
+            }
+            Self::Cycle(_) => write!(f, "{self:?}"),
         }
     }
 }
 
-/// Parses `none`, `layers` (all layers), `first:8`, `layers:h.3,h.7`, or `ops:layer_norm,gelu`.
+/// Parses `none`, `layers` (all layers), `first:8`, `layers:h.3,h.7`, `ops:layer_norm,gelu`, or the name of a registered
+/// policy.
 impl FromStr for Recompute {
     type Err = Error;
 
@@ -78,11 +105,17 @@ impl FromStr for Recompute {
             Some(("first", count)) if count.parse::<usize>().is_ok() => {
                 Ok(Self::Layers(Layers::First(count.parse().unwrap_or_default())))
             }
-            _ => Err(Error::config(
-                "memory.recompute",
-                format!("{text:?} is not a policy"),
-                "use none, layers, first:8, layers:h.3,h.7 or ops:layer_norm,gelu",
-            )),
+            _ => {
+                let added = ADDED.read().unwrap_or_else(PoisonError::into_inner);
+                let found = added.iter().find(|(name, _)| name == text).map(|(_, policy)| policy.clone());
+                found.map(Self::Custom).ok_or_else(|| {
+                    Error::config(
+                        "memory.recompute",
+                        format!("{text:?} is not a policy"),
+                        "use none, layers, first:8, layers:h.3,h.7, ops:layer_norm,gelu, or the name of a registered policy",
+                    )
+                })
+            }
         }
     }
 }

@@ -409,8 +409,14 @@ fn steps_launch_less_and_move_less() {
         let [most_apart, most] = [&apart, &fused].map(|executable| lower_bound(executable.problem()));
         let [moved_apart, moved] = [&apart, &fused].map(moved);
         let [of_apart, of_fused] = [&apart, &fused].map(launched);
-        println!("{style:?}: {} launches, fused {}", of_apart.len(), of_fused.len());
-        println!("  {moved_apart} bytes moved, fused {moved}; {most_apart} alive, fused {most}");
+        let launches_of = format!("{} → {}", of_apart.len(), of_fused.len());
+        let line = format!(
+            "| {style:?}, one block{} | {launches_of} | {moved_apart} → {moved} | {most_apart} → {most} |",
+            if style == Style::Gpt { ", dropout" } else { "" }
+        )
+        .replace("Gpt", "GPT");
+        println!("{line}");
+        gapless_testing::assert_on_page("docs/gpu.md", &line);
         let is_generated = |family: &Option<Family>| matches!(family, Some(Family::Generated(_)));
         of_fused.iter().filter(|(family, _)| is_generated(family)).for_each(|(_, name)| println!("  {name}"));
         assert_eq!([of_apart.len(), of_fused.len()], launches, "{style:?}");

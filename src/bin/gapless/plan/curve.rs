@@ -100,8 +100,8 @@ impl Axis {
 }
 
 impl Curve {
-    /// Draws the curve as SVG. The x axis has the arena bytes, and the y axis the time for which the rank is busy. A ring marks the plan
-    /// `chosen`, which is given by its bytes and milliseconds.
+    /// Draws the curve as SVG. The x axis has the arena bytes, and the y axis the time for which the rank is busy. A ring
+    /// marks the plan `chosen`, which is given by its bytes and milliseconds.
     pub fn svg(&self, title: &str, chosen: (u64, f64)) -> String {
         let [left, top, right, bottom] = [MARGINS[0], MARGINS[1], WIDTH - MARGINS[2], HEIGHT - MARGINS[3]];
         let points = || self.points.iter().map(|point| (point.arena_bytes, point.rank_ms)).chain([chosen]);
