@@ -18,6 +18,7 @@ mod model;
 mod norm;
 mod one_pass;
 mod optim;
+mod optimizers;
 mod own_operation;
 mod processor;
 mod products;
