@@ -108,7 +108,8 @@ impl TrainerBuilder<'_> {
     /// # Errors
     /// Returns the errors of [`Self::plan`], and an error
     ///
-    /// - if the options name a GPU that is missing;
+    /// - if the options name a GPU that is missing, or that lacks kernels for the step
+    ///   (`RuntimeError::NoDeviceKernels`);
     /// - if the step can only run on the CPU, and the available memory is less than any plan needs
     ///   ([`RuntimeError::DoesNotFit`](gapless_runtime::Error::DoesNotFit)).
     pub fn check(&self, rank: usize) -> Result<u64> {
@@ -124,6 +125,11 @@ impl TrainerBuilder<'_> {
             step.memory.planning = 0;
         }
         let (executable, compiled) = self.purpose.compile(build, &step, &ranks, options.target())?;
+        #[cfg(feature = "cuda")]
+        if options.target() == Target::Cuda {
+            options.check_for_gpu()?;
+            Session::launches(&executable)?;
+        }
         let least = executable.solution().lower_bound;
         if !options.device.may_be_gpu()
             && let Some((available, limit)) = available_memory().filter(|(bytes, _)| *bytes < least)

@@ -3,6 +3,7 @@
 
 mod architectures;
 mod attention;
+mod cpu_only;
 #[cfg(target_os = "linux")]
 mod double;
 mod elementwise;
