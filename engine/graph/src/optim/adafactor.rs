@@ -373,6 +373,13 @@ impl Op for AdafactorUpdate {
         launch::adafactor_workspace(self.matrices.count, self.matrices.rows)
     }
 
+    /// The means, the sizes of the step and the step read the gradient again, and the step reads the parameter again.
+    fn cuda_bytes_again(&self, inputs: &[Spec], _: &[Spec]) -> u64 {
+        let reads = if self.matrices.is_factored() { 3 } else { 1 };
+        let parameter = if self.has_master { &inputs[inputs.len() - 1] } else { &inputs[0] };
+        reads * inputs[1].bytes() + parameter.bytes()
+    }
+
     fn cuda(&self, operands: &gapless_kernels::cuda::Operands<'_>) -> Option<Vec<gapless_kernels::cuda::Launch>> {
         let Matrices { count, rows, columns } = self.matrices;
         let Adafactor { clip_threshold, least_scale, max_norm, .. } = self.rule;

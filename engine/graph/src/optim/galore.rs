@@ -194,6 +194,13 @@ impl Op for GaLoreUpdate {
         launch::galore_workspace(&self.on_device())
     }
 
+    /// Weight decay reads and writes the weight, as the product does that adds the step. The start of a projection is
+    /// written, and the projected gradient read and written.
+    fn cuda_bytes_again(&self, inputs: &[Spec], _: &[Spec]) -> u64 {
+        let decayed = if self.decay == 0.0 { 0 } else { 2 * inputs[0].bytes() };
+        decayed + 3 * inputs[3].bytes()
+    }
+
     fn cuda(&self, operands: &gapless_kernels::cuda::Operands<'_>) -> Option<Vec<gapless_kernels::cuda::Launch>> {
         launch::galore(&self.on_device(), operands)
     }
