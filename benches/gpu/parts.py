@@ -10,7 +10,7 @@ import pathlib
 from collections.abc import Callable
 
 # Prefixes of the names of this project's kernels. The name of no cuBLAS kernel begins with one of them.
-OURS = "adamw|attention|column_sums|combine|copy|cross_entropy|dispatch|elementwise|embedding|expert_load|fill|fold_pieces|fused|gather|global_norm|grouped_linear|head|layer_norm|load_bias|log_sum_exp|norm_grad|rms_norm|rope|route|run_lengths|run_starts|scaled_sum|side_by_side|softmax|squared_norm|sum|to_bf16|to_f32|top_k|unplaced"  # noqa: E501
+OURS = "adafactor|adamw|attention|column_sums|combine|copy|cross_entropy|dispatch|elementwise|embedding|expert_load|fill|fold_pieces|fused|galore|gather|global_norm|grouped_linear|head|layer_norm|load_bias|log_sum_exp|norm_grad|rms_norm|rope|route|run_lengths|run_starts|scaled_sum|side_by_side|softmax|squared_norm|sum|to_bf16|to_f32|top_k|unplaced"  # noqa: E501
 
 # Test modules of kernels in engine/src/tests/cuda. Modules for kernels that every model uses come first.
 JUDGES = ["norm", "rows", "optim", "elementwise", "products", "attention", "fused"]

@@ -33,7 +33,7 @@ pub enum Model {
     Mixture,
     /// A mixture with DeepSeek's routing and the shapes of `mixture`: 577M parameters, 153M of them for each token; 4 of
     /// 32 experts with a hidden width of 704, of 2 of 4 groups, by sigmoid scores; a shared expert; a first layer without
-    /// experts. In f32, the router has a bias that moves towards balance.
+    /// experts. The router has a bias that moves towards balance.
     Deepseek,
     /// A mixture with Mixtral's routing for smoke tests: 2 layers, width 64, 512 ids.
     SmallMixture,
@@ -79,17 +79,8 @@ impl Config {
 
 /// Returns a mixture with the routing of a style. The hidden widths are those of an expert and of the shared expert.
 /// Layers without experts have the hidden width of all experts of a token together.
-fn mixture(
-    style: MoeStyle,
-    dtype: Float,
-    llama: LlamaConfig,
-    [expert_hidden, shared_hidden]: [usize; 2],
-) -> Box<MoeConfig> {
-    let MoeConfig { mut router, dense_layers, .. } = MoeConfig::small(style, llama.vocabulary);
-    if dtype == Float::Bf16 {
-        // The update of the bias only has a kernel in f32 (docs/gpu.md).
-        router.bias_rate = 0.0;
-    }
+fn mixture(style: MoeStyle, llama: LlamaConfig, [expert_hidden, shared_hidden]: [usize; 2]) -> Box<MoeConfig> {
+    let MoeConfig { router, dense_layers, .. } = MoeConfig::small(style, llama.vocabulary);
     let llama = LlamaConfig { hidden: router.top_k * expert_hidden, tied: true, ..llama };
     Box::new(MoeConfig { llama, router, expert_hidden, shared_hidden, dense_layers, ..MoeConfig::default() })
 }
@@ -166,10 +157,10 @@ impl Step {
             }
             // The default configuration of a Llama is Llama 3 8B.
             Model::Llama8b => return Config::Llama(LlamaConfig::default()),
-            Model::Mixture => return Config::Moe(mixture(MoeStyle::Mixtral, self.dtype, mixture_llama, [2816, 0])),
-            Model::Deepseek => return Config::Moe(mixture(MoeStyle::DeepSeek, self.dtype, mixture_llama, [704, 1408])),
-            Model::SmallMixture => return Config::Moe(mixture(MoeStyle::Mixtral, self.dtype, small_llama, [128, 0])),
-            Model::SmallDeepseek => return Config::Moe(mixture(MoeStyle::DeepSeek, self.dtype, small_llama, [32, 64])),
+            Model::Mixture => return Config::Moe(mixture(MoeStyle::Mixtral, mixture_llama, [2816, 0])),
+            Model::Deepseek => return Config::Moe(mixture(MoeStyle::DeepSeek, mixture_llama, [704, 1408])),
+            Model::SmallMixture => return Config::Moe(mixture(MoeStyle::Mixtral, small_llama, [128, 0])),
+            Model::SmallDeepseek => return Config::Moe(mixture(MoeStyle::DeepSeek, small_llama, [32, 64])),
         };
         // GPT-2 has 1,024 positions. If the sequence is shorter, only the first positions are used.
         let positions = if self.model == Model::Small { self.sequence } else { self.sequence.max(1024) };

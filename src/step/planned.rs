@@ -180,7 +180,7 @@ impl Step {
 
     /// Returns the changes of settings that would lower the memory of this step. See [`StepOptions::remedies`].
     pub fn remedies(&self) -> Vec<&'static str> {
-        self.options.remedies(self.target)
+        self.options.remedies()
     }
 
     /// The target of compilation.

@@ -12,7 +12,7 @@ use std::fmt;
 
 use gapless_engine::compile::{Executable, Target};
 use gapless_engine::cuda::{CudaBackend, LaunchWork, Work};
-use gapless_engine::runtime::Error as RuntimeError;
+use gapless_engine::runtime::{Error as RuntimeError, Session};
 use serde::Serialize;
 
 use super::device::is_attention;
@@ -72,22 +72,14 @@ pub struct Roofline {
 }
 
 impl Step {
-    /// Returns the reason why a planned rank does not run on the GPU that it was lowered for: an operation without CUDA
-    /// kernels. Returns `None` if it runs there, or if it was lowered for the CPU.
+    /// Returns the reason why a planned rank does not run on the GPU that it was lowered for: every operation without CUDA
+    /// kernels, with its layers and the remedy. Returns `None` if it runs there, or if it was lowered for the CPU.
     pub fn missing_kernels(&self, executable: &Executable) -> Option<String> {
         if matches!(self.target(), Target::Cpu { .. }) {
             return None;
         }
-        match CudaBackend::work(executable) {
-            Err(RuntimeError::NoDeviceKernels { instruction, dtypes }) => {
-                let operation = instruction.split(" in ").next().unwrap_or_default();
-                Some(format!(
-                    "this step does not run on a GPU: {operation} has no CUDA kernel for inputs of {dtypes:?}; docs/gpu.md lists the \
-                     optimizers and precisions that do, and --device cpu runs them all"
-                ))
-            }
-            _ => None,
-        }
+        let error = Session::launches(executable).err();
+        error.filter(|error| matches!(error, RuntimeError::NoDeviceKernels { .. })).map(|error| error.to_string())
     }
 
     /// Estimates the kernels that a planned rank launches on a GPU, and their time on the step's device.

@@ -207,6 +207,21 @@ pages! {
     weights_and_data = "docs/weights_and_data.md",
 }
 
+/// A GPU has kernels for every run file that `gapless init` prints. The files have small models here.
+#[cfg(all(unix, feature = "cuda"))]
+#[test]
+fn a_gpu_runs_every_run_file() {
+    let place = Place::new();
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    for file in fs::read_dir(root.join("src/bin/gapless/presets")).unwrap().map(|file| file.unwrap().path()) {
+        let name = file.file_stem().unwrap().to_str().unwrap();
+        place.run("gapless init", &format!("gapless init {name} > {name}.toml"));
+        place.run("gapless init", &format!("gapless plan {name}.toml --device cuda:0 --planning 0 > {name}.txt"));
+        let plan = fs::read_to_string(place.path(&format!("{name}.txt"))).unwrap();
+        assert!(!plan.contains("cannot run on a GPU"), "{name}: {plan}");
+    }
+}
+
 /// Every page with commands is run, and every reason is needed.
 #[test]
 fn no_command_is_forgotten() {

@@ -2,7 +2,6 @@
 
 use gapless_alloc::draw::Bytes;
 
-use crate::lowering::Target;
 use crate::step::StepOptions;
 
 /// `Result` with this crate's [`enum@Error`].
@@ -55,10 +54,10 @@ fn what_helps(remedies: &[&str]) -> String {
 impl Error {
     /// Adds to an error about a step that is too large the settings that would lower the step's memory
     /// on this target.
-    pub(crate) fn with_remedies(self, options: &StepOptions, target: Target) -> Self {
+    pub(crate) fn with_remedies(self, options: &StepOptions) -> Self {
         match self {
             Self::OverBudget { budget, smallest, .. } => {
-                Self::OverBudget { budget, smallest, remedies: options.remedies(target) }
+                Self::OverBudget { budget, smallest, remedies: options.remedies() }
             }
             other => other,
         }

@@ -47,6 +47,11 @@ impl Numbers {
         Self { key: mix(seed.wrapping_add(GOLDEN)), start: 0 }
     }
 
+    /// Returns the key from which all numbers of the sequence are derived, for a sequence from [`Self::from_seed`].
+    pub fn key(self) -> u64 {
+        self.key
+    }
+
     /// 64 random bits.
     #[inline(always)]
     pub fn bits(self, index: usize) -> u64 {

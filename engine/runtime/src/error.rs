@@ -23,10 +23,11 @@ pub enum Error {
     OtherTarget { instruction: String },
     #[cfg(feature = "cuda")]
     #[error(
-        "{instruction} cannot run on a GPU with inputs of {dtypes:?}; choose an optimizer and element type that docs/gpu.md lists, or \
-         the CPU (DeviceChoice::Cpu); lower a program of your own for Target::Cuda"
+        "{} cannot run on a GPU: {}; the CPU runs all of them (device = \"cpu\", DeviceChoice::Cpu)",
+        if missing.len() == 1 { "an operation".to_owned() } else { format!("{} operations", missing.len()) },
+        missing.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ")
     )]
-    NoDeviceKernels { instruction: String, dtypes: Vec<DType> },
+    NoDeviceKernels { missing: Vec<crate::cuda::MissingKernel> },
     #[cfg(feature = "cuda")]
     #[error(transparent)]
     Device(#[from] crate::cuda::DeviceError),

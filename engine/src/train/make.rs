@@ -108,7 +108,8 @@ impl TrainerBuilder<'_> {
     /// # Errors
     /// Returns the errors of [`Self::plan`], and an error
     ///
-    /// - if the options name a GPU that is missing;
+    /// - if the options name a GPU that is missing, or that lacks kernels for the step
+    ///   (`RuntimeError::NoDeviceKernels`);
     /// - if the step can only run on the CPU, and the available memory is less than any plan needs
     ///   ([`RuntimeError::DoesNotFit`](gapless_runtime::Error::DoesNotFit)).
     pub fn check(&self, rank: usize) -> Result<u64> {
@@ -124,6 +125,11 @@ impl TrainerBuilder<'_> {
             step.memory.planning = 0;
         }
         let (executable, compiled) = self.purpose.compile(build, &step, &ranks, options.target())?;
+        #[cfg(feature = "cuda")]
+        if options.target() == Target::Cuda {
+            options.check_for_gpu()?;
+            Session::launches(&executable)?;
+        }
         let least = executable.solution().lower_bound;
         if !options.device.may_be_gpu()
             && let Some((available, limit)) = available_memory().filter(|(bytes, _)| *bytes < least)
@@ -187,7 +193,7 @@ impl TrainerBuilder<'_> {
         options.check()?;
         #[cfg(feature = "cuda")]
         if let Some(device) = self.device.take() {
-            return Trainer::with_device(device, build, options.clone(), rank, *purpose);
+            return Trainer::with_device(|| Ok(device), build, options.clone(), rank, *purpose);
         }
         let because = match Trainer::on_gpu(build, options, rank, *purpose)? {
             Ok(trainer) => return Ok(trainer),
@@ -258,9 +264,11 @@ impl Trainer {
         Ok(None)
     }
 
+    /// Returns a trainer on the device that `open` returns, which is only called if the device has kernels for every
+    /// operation.
     #[cfg(feature = "cuda")]
     fn with_device(
-        device: Box<dyn cuda::Device>,
+        open: impl FnOnce() -> Result<Box<dyn cuda::Device>>,
         build: &Build<'_>,
         options: TrainOptions,
         rank: usize,
@@ -271,7 +279,8 @@ impl Trainer {
         let plan = RankPlan::of(step, rank)?;
         let (executable, compiled) = purpose.compile(build, step, &plan, Target::Cuda)?;
         let Share { first, stride, .. } = Share::of(step, plan.at);
-        let session = Session::on_cuda(executable, device, options.seed, (first as u64, stride as u64))?;
+        Session::launches(&executable)?;
+        let session = Session::on_cuda(executable, open()?, options.seed, (first as u64, stride as u64))?;
         let device = DeviceInfo { name: session.device(), is_gpu: true, reason: None };
         Self::of(Box::new(session), device, compiled, &plan, options)
     }
@@ -342,9 +351,11 @@ impl Trainer {
         purpose: Purpose,
     ) -> Result<Result<Self, Option<String>>> {
         let on = |ordinal| {
-            options.check_for_gpu()?;
-            let gpu = cuda::Nvidia::new(ordinal, cuda::Cache::of_user())?;
-            Self::with_device(Box::new(gpu), build, options.clone(), rank, purpose)
+            DeviceChoice::Cuda(ordinal).expect_there()?;
+            let open = || -> Result<Box<dyn cuda::Device>> {
+                Ok(Box::new(cuda::Nvidia::new(ordinal, cuda::Cache::of_user())?))
+            };
+            Self::with_device(open, build, options.clone(), rank, purpose)
         };
         match options.device {
             DeviceChoice::Cpu => Ok(Err(None)),

@@ -88,7 +88,7 @@ impl SkipThresholds {
 /// A model and its optimizer, with all memory that they use.
 #[derive(Debug)]
 pub struct Trainer {
-    session: Box<Session>,
+    pub(crate) session: Box<Session>,
     device: DeviceInfo,
     options: TrainOptions,
     schedule: Schedule,

@@ -5,6 +5,8 @@ use gapless_compile::step::{MemoryOptions, StepOptions};
 use gapless_runtime::cpu::{MAX_THREADS, resolve_threads};
 
 use super::DeviceChoice;
+#[cfg(feature = "cuda")]
+use crate::cuda::POISON;
 use crate::error::{Result, TrainError};
 use crate::learning_rate::LearningRate;
 
@@ -117,7 +119,7 @@ impl TrainOptions {
     #[cfg(feature = "cuda")]
     pub(super) fn check_for_gpu(&self) -> Result<()> {
         if self.poison {
-            let why = "only the CPU can fill dead ranges with NaN (poison)";
+            let why = format!("only the CPU has {}: {}", POISON.feature, POISON.why);
             return Err(TrainError::config("device", why, "leave poison out, or use the CPU"));
         }
         Ok(())

@@ -3,9 +3,9 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use gapless_engine::TrainError;
 use gapless_engine::compile::step::RankPlan;
 use gapless_engine::data::{Answers, Format, Source};
-use gapless_engine::{DeviceChoice, TrainError};
 use gapless_models::limits;
 
 use super::{ConfigError, ModelConfig, RunConfig};
@@ -146,10 +146,6 @@ impl RunConfig {
         if self.data.answers != Answers::All && self.data.format != Format::Chat {
             let why = "only conversations have several answers".to_owned();
             return fail("data.answers", why, "leave it out, or set data.format to \"chat\"");
-        }
-        if self.data.has_documents() && matches!(self.device, DeviceChoice::Cuda(_)) {
-            let why = "isolated documents are supported on the CPU only".to_owned();
-            return fail("device", why, "use \"cpu\", or leave data.format and data.isolate_documents out");
         }
         Ok(())
     }

@@ -135,7 +135,7 @@ pub fn compile_step(
     let (generation, uncached) = generation::cached(build, options, ranks, target, &logits)?;
     let Logits { program: logits, vocabulary, causality, obstacle: _ } = logits;
     // What is recomputed is chosen so that all programs fit. Then the training step is lowered, and the passes run.
-    let helped = |error: Error| error.with_remedies(options, target);
+    let helped = |error: Error| error.with_remedies(options);
     let recomputation = {
         let others: Vec<&Program> = [&evaluate, &logits].into_iter().chain(&generation).collect();
         choose_recomputation(&step, options, ranks, target, &others).map_err(helped)?
@@ -179,15 +179,15 @@ pub fn plan<M: Model>(
     target: Target,
 ) -> Result<Executable> {
     compile(&[program(build, options, rank, target)?], &options.planning())
-        .map_err(|error| error.with_remedies(options, target))
+        .map_err(|error| error.with_remedies(options))
 }
 
 fn lowered(build: &Build<'_>, options: &StepOptions, rank: usize, target: Target) -> Result<Program> {
     options.check()?;
     let ranks = RankPlan::of(options, rank)?;
     let step = record(build, options, &ranks)?;
-    let recomputation = choose_recomputation(&step, options, &ranks, target, &[])
-        .map_err(|error| error.with_remedies(options, target))?;
+    let recomputation =
+        choose_recomputation(&step, options, &ranks, target, &[]).map_err(|error| error.with_remedies(options))?;
     step.lower(&ranks, target, &recomputation)
 }
 

@@ -338,10 +338,8 @@ impl StepOptions {
     }
 
     /// Returns the changes of settings that would lower the memory of this step, with the keys of the settings. Changes
-    /// that the step already has, that hardly matter to it, or that have no kernels on the target, are left out.
-    pub fn remedies(&self, target: Target) -> Vec<&'static str> {
-        // GPUs have kernels for AdamW alone, whose states they keep in f32.
-        let is_on_cpu = matches!(target, Target::Cpu { .. });
+    /// that the step already has, or that hardly matter to it, are left out.
+    pub fn remedies(&self) -> Vec<&'static str> {
         // Adapters have hardly any optimizer states. All other trained parameters have those of the update rule.
         let has_states = !matches!(self.trainable, Trainable::Lora(_));
         let info = ParameterInfo { name: "", dims: &[256, 256], dtype: DType::F32, looked_up: false, masters: false };
@@ -356,13 +354,10 @@ impl StepOptions {
                 "bf16 (step.precision), if activations take most of the memory",
             ),
             (
-                self.precision != Precision::PureBf16 && has_states && is_on_cpu,
+                self.precision != Precision::PureBf16 && has_states,
                 "bf16 without f32 masters (step.precision = \"pure_bf16\")",
             ),
-            (
-                has_large_states && is_on_cpu,
-                "an optimizer with smaller states (optimizer.name = \"adamw8bit\" or \"lion\")",
-            ),
+            (has_large_states, "an optimizer with smaller states (optimizer.name = \"adamw8bit\" or \"lion\")"),
             (
                 self.mesh.expert > 1 && matches!(self.memory.routing, Reserve::Worst),
                 "a smaller reserve for the rows that expert ranks receive (memory.routing = 1.25)",

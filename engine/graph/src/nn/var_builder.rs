@@ -103,6 +103,12 @@ impl VarBuilder {
         Self { path: self.full(&name.to_string()), ..self.clone() }
     }
 
+    /// Returns a builder of parameters of another type under the same path, like candle's.
+    #[must_use]
+    pub fn to_dtype(&self, dtype: DType) -> Self {
+        Self { dtype, ..self.clone() }
+    }
+
     /// The path of the builder, e.g. `h.3`. Models pass it to [`Tensor::enter`] as the layer's name.
     pub fn prefix(&self) -> &str {
         &self.path

@@ -3,6 +3,7 @@
 use candle_core::DType;
 use gapless_kernels::Spec;
 use gapless_kernels::cpu::{Args, Float, InPieces, Pieces, reduce, vectorize, with_float};
+use gapless_kernels::cuda::launch::{self, AdafactorRule};
 
 use super::{AdamW, Optimizer, ParameterInfo, ParameterUpdate, SCALARS, State};
 use crate::error::{Error, Result};
@@ -16,7 +17,7 @@ use crate::tensor::Tensor;
 ///
 /// The root mean square of a step is limited (section 6), and scaled by the root mean square of the parameter (section
 /// 8). So the learning rate is roughly the fraction by which a parameter changes in a step; 1e-2 is a usual value. In a
-/// tensor of several experts, the weight of each expert is a matrix of its own. There are CPU kernels only.
+/// tensor of several experts, the weight of each expert is a matrix of its own.
 #[derive(Debug, Clone, Copy, PartialEq, serde::Serialize, serde::Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Adafactor {
@@ -366,6 +367,32 @@ impl Op for AdafactorUpdate {
 
     fn run(&self, args: &mut Args<'_>) {
         with_float!(args.output_dtype(0), P => with_float!(args.input_dtype(1), G => self.run_on::<P, G>(args)));
+    }
+
+    fn cuda_workspace(&self, _: &[Spec], _: &[Spec]) -> Vec<u64> {
+        launch::adafactor_workspace(self.matrices.count, self.matrices.rows)
+    }
+
+    /// The means, the sizes of the step and the step read the gradient again, and the step reads the parameter again.
+    fn cuda_bytes_again(&self, inputs: &[Spec], _: &[Spec]) -> u64 {
+        let reads = if self.matrices.is_factored() { 3 } else { 1 };
+        let parameter = if self.has_master { &inputs[inputs.len() - 1] } else { &inputs[0] };
+        reads * inputs[1].bytes() + parameter.bytes()
+    }
+
+    fn cuda(&self, operands: &gapless_kernels::cuda::Operands<'_>) -> Option<Vec<gapless_kernels::cuda::Launch>> {
+        let Matrices { count, rows, columns } = self.matrices;
+        let Adafactor { clip_threshold, least_scale, max_norm, .. } = self.rule;
+        let rule = AdafactorRule {
+            max_norm: max_norm as f32,
+            clip_threshold: clip_threshold as f32,
+            least_scale: least_scale as f32,
+            decay: self.decay as f32,
+            matrices: count,
+            rows,
+            columns,
+        };
+        launch::adafactor(&rule, operands)
     }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {

@@ -124,7 +124,7 @@ impl AdamW {
     }
 
     /// Returns the settings in the form that the CUDA kernels take.
-    fn on_device(&self) -> gapless_kernels::cuda::launch::AdamWRule {
+    pub(super) fn on_device(&self) -> gapless_kernels::cuda::launch::AdamWRule {
         gapless_kernels::cuda::launch::AdamWRule {
             max_norm: self.max_norm as f32,
             beta1: self.beta1 as f32,

@@ -162,6 +162,10 @@ impl Op for AdamW8bitUpdate {
         });
     }
 
+    fn cuda(&self, operands: &gapless_kernels::cuda::Operands<'_>) -> Option<Vec<gapless_kernels::cuda::Launch>> {
+        gapless_kernels::cuda::launch::adamw_8bit(self.rule.on_device(), self.decay, BLOCK, operands)
+    }
+
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
         let (p, gradient, codes) = (args.input(0), args.input(1), [args.input(2), args.input(3)]);
         let (scales, norm, scalars) = ([args.input(4), args.input(5)], args.input(6), args.input(7));

@@ -2,8 +2,9 @@
 
 use gapless_kernels::Spec;
 use gapless_kernels::cpu::{Args, BLOCK, InPieces, Pieces, vectorize};
+use gapless_kernels::cuda::launch::{self, GaLoreRule};
 
-use super::subspace::{Projection, exact};
+use super::subspace::{ITERATIONS, Projection, exact, start};
 use super::{AdamW, Optimizer, ParameterInfo, ParameterUpdate, SCALARS, State};
 use crate::error::{Error, Result};
 use crate::nn::Init;
@@ -112,6 +113,22 @@ impl GaLoreUpdate {
     fn projected_len(&self) -> usize {
         self.projection.rank * self.projection.longer()
     }
+
+    /// Returns the settings in the form that the CUDA kernels take.
+    fn on_device(&self) -> GaLoreRule {
+        let Projection { rows, columns, rank } = self.projection;
+        GaLoreRule {
+            adamw: self.rule.rule.on_device(),
+            alpha: self.rule.alpha as f32,
+            decay: self.decay as f32,
+            rows,
+            columns,
+            rank,
+            iterations: ITERATIONS,
+            key: start().key(),
+            refresh: REFRESH,
+        }
+    }
 }
 
 impl Op for GaLoreUpdate {
@@ -171,6 +188,21 @@ impl Op for GaLoreUpdate {
             weight.pieces_mut(BLOCK).for_each(|w| vectorize!(w.iter_mut().for_each(|w| *w *= step.keep)));
         }
         self.projection.add(p, r, weight, &mut scratch);
+    }
+
+    fn cuda_workspace(&self, _: &[Spec], _: &[Spec]) -> Vec<u64> {
+        launch::galore_workspace(&self.on_device())
+    }
+
+    /// Weight decay reads and writes the weight, as the product does that adds the step. The start of a projection is
+    /// written, and the projected gradient read and written.
+    fn cuda_bytes_again(&self, inputs: &[Spec], _: &[Spec]) -> u64 {
+        let decayed = if self.decay == 0.0 { 0 } else { 2 * inputs[0].bytes() };
+        decayed + 3 * inputs[3].bytes()
+    }
+
+    fn cuda(&self, operands: &gapless_kernels::cuda::Operands<'_>) -> Option<Vec<gapless_kernels::cuda::Launch>> {
+        launch::galore(&self.on_device(), operands)
     }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {

@@ -2,6 +2,8 @@
 
 use gapless_kernels::Spec;
 use gapless_kernels::cpu::{Args, BLOCK, Float, InPieces, Pieces, vectorize, with_float};
+use gapless_kernels::cuda::launch::{number, update};
+use gapless_kernels::cuda::{Constant, Fusible, Launch, Operands};
 
 use super::ParameterUpdate;
 use crate::error::Result;
@@ -171,6 +173,34 @@ impl Op for MomentumUpdate {
         with_float!(args.output_dtype(0), P => with_float!(args.output_dtype(1), M => {
             with_float!(args.input_dtype(1), G => self.run_on::<P, M, G>(args))
         }));
+    }
+
+    fn cuda(&self, operands: &Operands<'_>) -> Option<Vec<Launch>> {
+        let ([parameter, gradient, m, norm, scalars, others @ ..], true) =
+            (operands.inputs, operands.inputs.len() >= self.least_inputs())
+        else {
+            return None;
+        };
+        let (given, master) = others.split_at(self.least_inputs() - 5);
+        let mut tensors = vec![master.first().unwrap_or(parameter), gradient, m];
+        tensors.extend(given);
+        let g = "($3 * fminf(%0 / ($0 + 1e-6f), 1.0f))";
+        let (direction, constant) = match self.direction {
+            Direction::Sign { beta } => {
+                let mean = format!("(%4 * $4 + (1.0f - %4) * {g})");
+                (format!("(f32({mean} > 0.0f) - f32({mean} < 0.0f))"), beta)
+            }
+            Direction::Given { scale } => ("(%4 * $5)".to_owned(), scale),
+        };
+        let if_finite = |then: String, otherwise: &str| format!("$0 - $0 == 0.0f ? {then} : {otherwise}");
+        let next = if_finite(format!("$2 * (1.0f - $1 * %3) - $1 * {direction}"), "$2");
+        let moment = if_finite(format!("%1 * $4 + %2 * {g}"), "$4");
+        let constants = [self.max_norm, self.moment_factor, self.gradient_factor, self.decay, constant];
+        let function = Fusible::Each {
+            outputs: [next.clone(), moment].into_iter().chain(master.iter().map(|_| next.clone())).collect(),
+            constants: constants.map(|constant| Constant::Number(constant as f32)).into(),
+        };
+        update(self.name, function, &[number(norm, 0), number(scalars, 0)], &tensors, operands)
     }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {

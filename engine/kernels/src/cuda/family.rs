@@ -49,8 +49,12 @@ macro_rules! families {
 }
 
 families! {
+    /// Adafactor.
+    Adafactor = "adafactor.cu",
     /// AdamW, and the norms of gradients.
     AdamW = "adamw.cu",
+    /// AdamW with eight-bit moments.
+    AdamW8bit = "adamw_8bit.cu",
     /// Fused attention.
     Attention = "attention.cu",
     /// The backward of fused attention on the tensor cores of compute capability 9.0.
@@ -67,6 +71,8 @@ families! {
     EmbeddingGrad = "embedding_grad.cu",
     /// Dispatch of rows to experts, their combination, and the experts' gated unit.
     Experts = "experts.cu",
+    /// The projection of GaLore.
+    GaLore = "galore.cu",
     /// Gathering and scattering of elements by ids, and maxima of rows.
     Gather = "gather.cu",
     /// Matrix products of experts (grouped products).

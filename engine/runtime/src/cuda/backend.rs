@@ -13,6 +13,7 @@ use gapless_compile::{Executable, ProgramId};
 use gapless_kernels::cpu::args::Address;
 use gapless_kernels::cuda::Launch;
 
+use super::cpu_only::Refused;
 use super::device::{Device, DeviceError, DeviceMemory, Recording};
 use super::place::{ALIGNMENT, Launches, Part, Place};
 use super::runner::{Runner, is_finite};
@@ -53,8 +54,8 @@ impl Session<CudaBackend> {
     /// [connected](Self::connect).
     ///
     /// # Errors
-    /// Returns [`Error::NoDeviceKernels`](crate::Error::NoDeviceKernels) if an instruction has no GPU kernels or if the
-    /// programs were lowered for the CPU. In these cases, nothing has been reserved. Returns
+    /// Returns [`Error::NoDeviceKernels`](crate::Error::NoDeviceKernels), which lists every operation without GPU kernels,
+    /// if there is one or if the programs were lowered for the CPU. In these cases, nothing has been reserved. Returns
     /// [`Error::Device`](crate::Error::Device) if the device fails.
     pub fn on_cuda(
         executable: Executable,
@@ -100,10 +101,11 @@ impl Session<CudaBackend> {
     /// Returns [`Error::NoDeviceKernels`](crate::Error::NoDeviceKernels) under the same conditions as
     /// [`Self::on_cuda`].
     pub fn launches(executable: &Executable) -> Result<Vec<Launch>> {
-        let parts =
-            executable.programs().iter().map(|program| Place::NOWHERE.parts(program)).collect::<Result<Vec<_>>>()?;
-        let launches = parts.into_iter().flatten().filter_map(|part| part.launches);
-        Ok(launches.flatten().map(|(_, launch)| launch).collect())
+        let mut refused = Refused::default();
+        let programs = executable.programs().iter();
+        let parts: Vec<_> = programs.flat_map(|program| Place::NOWHERE.parts_or(program, &mut refused)).collect();
+        refused.check()?;
+        Ok(parts.into_iter().filter_map(|part| part.launches).flatten().map(|(_, launch)| launch).collect())
     }
 }
 

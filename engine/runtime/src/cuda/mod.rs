@@ -16,6 +16,7 @@
 mod backend;
 mod cache;
 mod context;
+mod cpu_only;
 mod cublaslt;
 mod device;
 mod error;
@@ -38,6 +39,7 @@ mod stream;
 
 pub use backend::CudaBackend;
 pub use cache::Cache;
+pub use cpu_only::{CPU_ONLY, CpuOnly, MissingKernel, POISON};
 pub use device::{Describe, Device, DeviceError, DeviceMemory, Recording};
 pub use error::KernelError;
 pub use gapless_kernels::cuda::{

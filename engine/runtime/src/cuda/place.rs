@@ -15,9 +15,10 @@ use gapless_kernels::cpu::args::Address;
 use gapless_kernels::cuda::launch::together;
 use gapless_kernels::cuda::{Features, Launch, Operand, Operands, Random};
 
+use super::cpu_only::Refused;
 use super::device::{Device, DeviceError};
 use super::slots::slot;
-use crate::error::{Error, Result};
+use crate::error::Result;
 
 /// Launches, each with the index of the instruction that it belongs to.
 pub(super) type Launches = Vec<(usize, Launch)>;
@@ -46,13 +47,6 @@ pub(super) const ALIGNMENT: u64 = 256;
 pub(super) fn specs(addresses: &[Address]) -> Vec<Spec> {
     let spec = |address: &Address| Spec { shape: address.layout.shape().clone(), dtype: address.dtype };
     addresses.iter().map(spec).collect()
-}
-
-pub(super) fn refused(instruction: &Instruction) -> Error {
-    Error::NoDeviceKernels {
-        instruction: instruction.describe(),
-        dtypes: instruction.inputs.iter().map(|input| input.dtype).collect(),
-    }
 }
 
 /// The addresses at which a program runs, and the indices of this rank's micro-batches.
@@ -92,26 +86,42 @@ impl Place {
     /// their own. A part ends after an instruction that defines a row count. All instructions of a part have the same
     /// condition for running.
     pub fn parts(&self, program: &CompiledProgram) -> Result<Vec<Part<Launches>>> {
-        self.cut(program, |before, at| before.predicate == at.predicate && before.defines_count.is_none())
+        let mut refused = Refused::default();
+        let parts = self.parts_or(program, &mut refused);
+        refused.check().map(|()| parts)
+    }
+
+    /// Divides a program into parts like [`Self::parts`]. Instructions without kernels are left out, and added to
+    /// `refused`.
+    pub fn parts_or(&self, program: &CompiledProgram, refused: &mut Refused) -> Vec<Part<Launches>> {
+        self.cut(program, refused, |before, at| before.predicate == at.predicate && before.defines_count.is_none())
     }
 
     /// Divides a program into one part per instruction.
     pub fn single_parts(&self, program: &CompiledProgram) -> Result<Vec<Part<Launches>>> {
-        self.cut(program, |_, _| false)
+        let mut refused = Refused::default();
+        let parts = self.cut(program, &mut refused, |_, _| false);
+        refused.check().map(|()| parts)
     }
 
     fn cut(
         &self,
         program: &CompiledProgram,
+        refused: &mut Refused,
         are_one: impl Fn(&Instruction, &Instruction) -> bool,
-    ) -> Result<Vec<Part<Launches>>> {
+    ) -> Vec<Part<Launches>> {
         let mut parts: Vec<Part<Launches>> = Vec::new();
         for (index, instruction) in program.instructions.iter().enumerate() {
             let launches = match instruction.kind {
-                InstrKind::Compute(_) => Some(self.of(instruction).ok_or_else(|| refused(instruction))?),
                 InstrKind::Vote(_) | InstrKind::ApplyVote(_) => None,
                 _ if instruction.is_exchange() => None,
-                _ => return Err(refused(instruction)),
+                _ => match self.of(instruction) {
+                    Some(launches) => Some(launches),
+                    None => {
+                        refused.add(instruction);
+                        continue;
+                    }
+                },
             };
             let launches =
                 launches.map(|of_one| of_one.into_iter().map(|launch| (index, launch)).collect::<Launches>());
@@ -128,7 +138,7 @@ impl Place {
         for part in &mut parts {
             part.launches = part.launches.take().map(together).filter(|launches| !launches.is_empty());
         }
-        Ok(parts)
+        parts
     }
 
     /// Returns the launches of an instruction. Returns `None` if it has no kernels, if its scratch is smaller than

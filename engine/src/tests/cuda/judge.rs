@@ -191,6 +191,10 @@ pub fn judge(op: &dyn Op, inputs: &[Stored], specs: &[Spec], outputs: &[Spec], s
                 let exact: Vec<f64> = exact.data.iter().zip(before.numbers()).map(|(x, b)| x + b).collect();
                 let stored = outputs.get(index).into_iter().chain(stores.then_some(&specs[0])).map(|spec| spec.dtype);
                 let allowed = stored.map(tolerance).fold(0.0, f64::max);
+                // In bf16, values half way between two codes are common, and may be rounded either way.
+                let is_code =
+                    outputs.get(index).is_some_and(|spec| spec.dtype == DType::U8) && op.name() == "adamw_8bit";
+                let allowed = if is_code { tolerance(DType::BF16) } else { allowed };
                 // Old values and the values added to them may nearly cancel. If the old values are larger than the
                 // sum, the error is therefore relative to the old values.
                 let norm = |x: &[f64]| x.iter().map(|x| x * x).sum::<f64>().sqrt();

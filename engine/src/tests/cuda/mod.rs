@@ -3,6 +3,7 @@
 
 mod architectures;
 mod attention;
+mod cpu_only;
 #[cfg(target_os = "linux")]
 mod double;
 mod elementwise;
@@ -18,6 +19,7 @@ mod model;
 mod norm;
 mod one_pass;
 mod optim;
+mod optimizers;
 mod own_operation;
 mod processor;
 mod products;

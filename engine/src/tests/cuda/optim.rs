@@ -16,7 +16,8 @@ use crate::gradient_check::random_array;
 use crate::graph::{Graph, Spec, lock};
 use crate::nn::Init;
 use crate::optim::{
-    AdamW, GlobalNorm, LoadBias, Optimizer, ParameterInfo, ParameterUpdate, SCALARS, SquaredNorms, WeightAverage,
+    Adafactor, AdamW, AdamW8bit, GaLore, GlobalNorm, Lion, LoadBias, Muon, Optimizer, ParameterInfo, ParameterUpdate,
+    SCALARS, SquaredNorms, WeightAverage,
 };
 use crate::reference::Array;
 use crate::{Op, Tensor};
@@ -133,15 +134,37 @@ fn updates_of_many_parameters() {
     }
 }
 
-/// The update of one parameter, in the form that a compiled step contains.
+/// The update of one parameter by every rule, in the form that a compiled step contains: in f32, in bf16 with masters,
+/// and in bf16 alone. Covers vectors, tall and wide matrices, and tensors of several matrices.
 #[test]
 fn the_update_of_one_parameter() {
     if !host::is_there() {
         return;
     }
-    let dims = [3, 700];
-    let of = |seed| random_array(&dims, seed);
-    judge_update(&AdamW::default(), "adamw", [of(1), of(2)], 2.5, &[of(3), of(4).map(|x| x * x)]);
+    let eight_bit = AdamW8bit { smallest: 0, ..AdamW8bit::default() };
+    let adafactor = Adafactor { weight_decay: 0.1, max_norm: 1.0, ..Adafactor::default() };
+    let rules: [(&str, &dyn Optimizer, &[&[usize]]); 5] = [
+        ("adamw", &AdamW::default(), &[&[3, 700]]),
+        ("adamw_8bit", &eight_bit, &[&[3, 700], &[5]]),
+        ("lion", &Lion::default(), &[&[3, 700]]),
+        ("muon", &Muon { iterations: 1, ..Muon::default() }, &[&[5, 12], &[2, 9, 4]]),
+        ("adafactor", &adafactor, &[&[3, 70], &[2, 40, 5], &[300], &[7, 1]]),
+    ];
+    for (name, rule, shapes) in rules {
+        for &dims in shapes {
+            for (dtype, masters) in [(DType::F32, true), (DType::BF16, true), (DType::BF16, false)] {
+                let of = [random_array(dims, 1), random_array(dims, 2)];
+                judge_update(rule, name, of, 2.5, ParameterInfo { dtype, masters, ..info(dims) });
+            }
+        }
+    }
+    // The scalars are those of step 3, which recomputes a projection, or keeps it.
+    for refresh_steps in [3, 2] {
+        let galore = GaLore { rank: 2, refresh_steps, ..GaLore::default() };
+        for dims in [[4, 9], [9, 4], [5, 5]] {
+            judge_update(&galore, "galore", [random_array(&dims, 1), random_array(&dims, 2)], 2.5, info(&dims));
+        }
+    }
 }
 
 #[test]
@@ -166,19 +189,23 @@ fn the_update_of_a_routers_bias() {
     }
     for (experts, norm) in [(5, 2.5), (3000, 2.5), (5, f64::NAN), (5, f64::INFINITY)] {
         let load = Array::new(&[experts], (0..experts).map(|expert| (expert % 5) as f64).collect());
-        judge_update(&LoadBias { rate: 0.25 }, "load_bias", [random_array(&[experts], 1), load], norm, &[]);
+        let of = [random_array(&[experts], 1), load];
+        judge_update(&LoadBias { rate: 0.25 }, "load_bias", of, norm, info(&[experts]));
     }
 }
 
-/// Checks an optimizer's update of a parameter, given (parameter, gradient), the norm of all gradients, and the
-/// optimizer's states.
-fn judge_update(rule: &dyn Optimizer, name: &str, of: [Array; 2], norm: f64, states: &[Array]) {
+fn info(dims: &[usize]) -> ParameterInfo<'_> {
+    ParameterInfo { name: "parameter", dims, dtype: DType::F32, looked_up: false, masters: true }
+}
+
+/// Checks an optimizer's update of a parameter, given (parameter, gradient) and the norm of all gradients. States are
+/// random, and codes are 0. If the norm is not finite, nothing may change.
+fn judge_update(rule: &dyn Optimizer, name: &str, of: [Array; 2], norm: f64, info: ParameterInfo<'_>) {
     let graph = Arc::new(Mutex::new(Graph::default()));
-    let dims = of[0].dims.clone();
     let mut given = HashMap::new();
-    let mut add = |name: &str, array: &Array, is_persistent: bool| {
+    let mut add = |name: &str, array: &Array, dtype: DType, is_persistent: bool| {
         given.insert(name.to_owned(), array.clone());
-        let spec = Spec::f32(array.dims.clone());
+        let spec = Spec { shape: array.dims.clone().into(), dtype };
         let id = match is_persistent {
             true => lock(&graph).add_persistent(name, spec, Init::Const(0.0)),
             false => lock(&graph).add_input(name, spec),
@@ -186,21 +213,54 @@ fn judge_update(rule: &dyn Optimizer, name: &str, of: [Array; 2], norm: f64, sta
         Tensor::of(&graph, id.unwrap())
     };
     let [parameter, gradient] = of;
-    let (parameter, gradient) = (add("parameter", &parameter, true), add("gradient", &gradient, true));
-    let states: Vec<Tensor> =
-        states.iter().enumerate().map(|(i, state)| add(&format!("state {i}"), state, true)).collect();
+    let parameter = add("parameter", &parameter, info.dtype, true);
+    let gradient = add("gradient", &gradient, rule.sum_dtype(&info), true);
+    let states = rule.states(&info).into_iter().zip(3..).map(|(state, seed)| {
+        let random = random_array(state.spec.dims(), seed);
+        let array = match state.name {
+            "projection" => {
+                // Rows of a projection have length 1; the test does not need them to be orthogonal.
+                let width = state.spec.dims()[1];
+                Array::new(&random.dims, random.data.iter().map(|x| x / (width as f64).sqrt()).collect())
+            }
+            _ if state.spec.dtype == DType::U8 => random.map(|_| 0.0),
+            name if name.ends_with("sq") || name.ends_with("scale") => random.map(|x| x * x),
+            _ => random,
+        };
+        add(state.name, &array, state.spec.dtype, true)
+    });
+    let states: Vec<Tensor> = states.collect();
     let scalars = Array::new(&[SCALARS], rule.scalars(3, 1e-2).map(f64::from).to_vec());
-    let (norm, scalars) = (add("norm", &Array::new(&[], vec![norm]), false), add("scalars", &scalars, false));
+    let norm = add("norm", &Array::new(&[], vec![norm]), DType::F32, false);
+    let scalars = add("scalars", &scalars, DType::F32, false);
     rule.update(ParameterUpdate {
         parameter: &parameter,
-        info: ParameterInfo { name: "parameter", dims: &dims, dtype: DType::F32, looked_up: false, masters: true },
+        info,
         gradient: &gradient,
         states: &states,
         norm: &norm,
         scalars: &scalars,
     })
     .unwrap();
-    assert!(judge_graph(&lock(&graph), &given).with_kernels.contains(name));
+    let graph = lock(&graph);
+    assert!(judge_graph(&graph, &given).with_kernels.contains(name), "{name} has kernels for {info:?}");
+    for node in graph.nodes().iter().filter(|node| !node.op.mutates().is_empty()) {
+        let (inputs, outputs) = (graph.specs(&node.inputs), graph.specs(&node.outputs));
+        let stored = |(seed, spec): (u64, &Spec)| match spec.dims() {
+            [] => Stored { data: vec![f64::NAN], layout: Layout::contiguous(()), dtype: DType::F32 },
+            dims => {
+                let data = random_array(dims, seed).map(|x| if spec.dtype == DType::U8 { 0.0 } else { x * x }).data;
+                Stored { data, layout: Layout::contiguous(dims), dtype: spec.dtype }.rounded()
+            }
+        };
+        let inputs: Vec<Stored> = (0..).zip(&inputs).map(stored).collect();
+        let got = super::judge::outputs(&*node.op, &inputs, &outputs, Stream::new(1, 1, 0));
+        for &(input, output) in node.op.mutates() {
+            // A parameter with a master becomes the rounded master, which is its own value in training.
+            let has_master = output == 0 && inputs[input].dtype != outputs[outputs.len() - 1].dtype;
+            assert!(has_master || got[output] == inputs[input].data, "{name}: a step that is skipped changes {output}");
+        }
+    }
 }
 
 fn squares(x: &[f64]) -> Vec<f64> {

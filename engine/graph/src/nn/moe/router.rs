@@ -165,7 +165,7 @@ impl RouterConfig {
 }
 
 /// A router layer with the parameter `weight` [experts, width]. If there is a bias, it is `e_score_correction_bias`
-/// \[experts\].
+/// \[experts\]. The bias is f32 in every model, because its changes of `bias_rate` would be lost in bf16.
 #[derive(Debug, Clone)]
 pub struct Router {
     config: RouterConfig,
@@ -186,6 +186,7 @@ impl Router {
             0.0 if !config.fixed_bias => None,
             rate => {
                 let rule = LoadBias { rate };
+                let vb = vb.to_dtype(DType::F32);
                 Some(vb.get_with_rule(config.experts, "e_score_correction_bias", Init::Const(0.0), rule)?)
             }
         };

@@ -13,8 +13,9 @@ struct AdamWTensor {
     // The f32 master copy of a parameter that is stored in bf16; null for a parameter stored in f32.
     f32* master;
     const void* gradient;
-    f32* m;
-    f32* v;
+    // The moments, f32. They have the parameter's type if it is stored in bf16 without a master.
+    void* m;
+    void* v;
     u64 count;
     // The index of the tensor's first block in the launch.
     u64 first_block;
@@ -53,7 +54,8 @@ __device__ __forceinline__ u32 tensor_of(const Tensor* tensors, u64 count) {
 // Number of neighboring elements that a thread updates at a time.
 constexpr u32 UPDATED = 4;
 
-template <typename T>
+// Updates parameters of type T with moments of type M.
+template <typename T, typename M = f32>
 __device__ void adamw(const AdamWArguments& to) {
     const f32 norm = *to.norm;
     // If the norm is not finite, the step is skipped and the model does not change.
@@ -69,8 +71,8 @@ __device__ void adamw(const AdamWArguments& to) {
         constexpr u32 N = decltype(count)::VALUE;
         const u64 i = first + place;
         f32 g[N], m[N], v[N], parameter[N];
-        load_neighbours(m, of.m + i);
-        load_neighbours(v, of.v + i);
+        load_neighbours(m, (const M*)of.m + i);
+        load_neighbours(v, (const M*)of.v + i);
         if (of.master) load_neighbours(parameter, of.master + i);
         else load_neighbours(parameter, (const T*)of.parameter + i);
         // The gradient is loaded last. A bf16 gradient is unpacked inside its branch, and the thread has to wait for the
@@ -84,13 +86,14 @@ __device__ void adamw(const AdamWArguments& to) {
             v[j] = to.beta2 * v[j] + (1.0f - to.beta2) * g[j] * g[j];
             parameter[j] = parameter[j] * keep - step * m[j] / (sqrtf(v[j]) * root + to.eps);
         }
-        store_neighbours(of.m + i, m);
-        store_neighbours(of.v + i, v);
+        store_neighbours((M*)of.m + i, m);
+        store_neighbours((M*)of.v + i, v);
         if (of.master) store_neighbours(of.master + i, parameter);
         store_neighbours((T*)of.parameter + i, parameter);
     });
 }
 KERNELS(adamw, AdamWArguments)
+KERNEL(adamw_pure_bf16, AdamWArguments) { adamw<bf16, bf16>(arguments); }
 
 struct AverageArguments {
     f32* average;

@@ -30,6 +30,13 @@ struct Numbers {
 
     // A uniform value in [0, 1), with 24 random bits.
     __device__ __forceinline__ f32 uniform(u64 index) const { return f32(u32(bits(index) >> 40)) * (1.0f / 16777216.0f); }
+
+    // A value of the standard normal distribution (Box & Muller, 1958).
+    __device__ __forceinline__ f32 normal(u64 index) const {
+        const u64 both = bits(index);
+        const auto unit = [](u32 half) { return (f64(half) + 0.5) / 4294967296.0; };
+        return f32(sqrt(-2.0 * log(unit(u32(both >> 32)))) * cos(6.283185307179586 * unit(u32(both))));
+    }
 };
 
 // Element i under dropout: zero if its 53 random bits are below the threshold, scaled otherwise.

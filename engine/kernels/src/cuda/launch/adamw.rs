@@ -6,7 +6,7 @@ use candle_core::DType;
 
 use super::{BLOCK, FOLD_BYTES, Kernel, Launch, Operand, Operands, blocks, launches, typed};
 use crate::Spec;
-use crate::cuda::Family::AdamW;
+use crate::cuda::Family::{AdamW, AdamW8bit};
 
 /// Most tensors that one launch updates: `MAX_UPDATED` of adamw.cu.
 const MAX_UPDATED: usize = 60;
@@ -30,9 +30,9 @@ pub struct AdamWTensor {
     pub master: u64,
     /// The gradient.
     pub gradient: u64,
-    /// The first moment, f32.
+    /// The first moment, f32. It has the type of a parameter that is stored in bf16 without a master.
     pub m: u64,
-    /// The second moment, f32.
+    /// The second moment, with the type of the first.
     pub v: u64,
     /// Number of elements.
     pub count: u64,
@@ -106,13 +106,16 @@ struct GlobalNormArguments {
 }
 
 /// Returns the launch that computes the outputs (parameter, m, v) from the inputs (parameter, gradient, m, v, norm,
-/// scalars). A parameter that is stored in bf16 has an f32 master as an additional last input and output. Norm and
-/// scalars are read when the kernel runs. Returns `None` if the operands do not match this description.
+/// scalars). If the moments are f32 and the parameter is bf16, an f32 master is an additional last input and output.
+/// Norm and scalars are read when the kernel runs. Returns `None` if the operands do not match this description.
 pub fn adamw(rule: AdamWRule, decay: f64, operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let [parameter, gradient, m, v, norm, scalars, master @ ..] = operands.inputs else { return None };
-    if m.dtype != DType::F32 || (parameter.dtype == DType::F32) != master.is_empty() {
+    // States have the parameter's type, or a parameter in bf16 has f32 states, among them a master.
+    let is_pure = m.dtype == parameter.dtype;
+    if is_pure != master.is_empty() || !(is_pure || m.dtype == DType::F32) {
         return None;
     }
+    let name = if is_pure && m.dtype == DType::BF16 { "adamw_pure" } else { "adamw" };
     let tensor = AdamWTensor {
         parameter: parameter.address,
         master: master.first().map_or(0, |master| master.address),
@@ -124,13 +127,56 @@ pub fn adamw(rule: AdamWRule, decay: f64, operands: &Operands<'_>) -> Option<Vec
         ..AdamWTensor::default()
     };
     let update = Updates {
-        name: typed("adamw", parameter.dtype)?,
+        name: typed(name, parameter.dtype)?,
         rule,
         norm: norm.address,
         scalars: scalars.address,
         sums_in_f32: u32::from(gradient.dtype == DType::F32),
     };
     launches([update.of(&[tensor])])
+}
+
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+struct AdamW8bitArguments {
+    parameter: u64,
+    gradient: u64,
+    m: u64,
+    v: u64,
+    m_scales: u64,
+    v_scales: u64,
+    norm: u64,
+    scalars: u64,
+    count: u64,
+    rule: AdamWRule,
+    decay: f32,
+}
+
+/// Returns the launch that computes the outputs (parameter, m, v, scales of m, scales of v) from the inputs (parameter,
+/// gradient, m, v, scales of m, scales of v, norm, scalars). A scale belongs to `sharing` neighbouring elements, which
+/// must be `SHARING` of adamw_8bit.cu.
+pub fn adamw_8bit(rule: AdamWRule, decay: f64, sharing: usize, operands: &Operands<'_>) -> Option<Vec<Launch>> {
+    let [parameter, gradient, m, v, m_scales, v_scales, norm, scalars] = operands.inputs else { return None };
+    if gradient.dtype != parameter.dtype || sharing != 256 {
+        return None;
+    }
+    let count = parameter.count();
+    let arguments = AdamW8bitArguments {
+        parameter: parameter.address,
+        gradient: gradient.address,
+        m: m.address,
+        v: v.address,
+        m_scales: m_scales.address,
+        v_scales: v_scales.address,
+        norm: norm.address,
+        scalars: scalars.address,
+        count,
+        rule,
+        decay: decay as f32,
+    };
+    // A warp updates the elements of one scale.
+    let threads = 32 * count.div_ceil(sharing as u64);
+    launches([Kernel::flat(AdamW8bit, typed("adamw_8bit", parameter.dtype)?, threads, arguments)])
 }
 
 /// Returns the launch that computes the new weight average, in f32, from (average, parameter, norm).

@@ -5,11 +5,13 @@
 //! - Never: a call of the driver, or a read of tensor data. All launches are known when the program is compiled, so
 //!   that they can be captured in a graph.
 
+mod adafactor;
 mod adamw;
 mod attention;
 mod copy;
 mod embedding;
 mod experts;
+mod galore;
 mod gather;
 mod grouped;
 mod norm;
@@ -17,11 +19,13 @@ mod product;
 mod reduce;
 mod rope;
 mod softmax;
+mod update;
 
+pub use adafactor::{AdafactorRule, adafactor, adafactor_workspace};
 pub use adamw::together;
 pub use adamw::{
-    AdamWRule, AdamWTensor, adamw, global_norm, global_norm_workspace, squared_norms, squared_norms_workspace,
-    weight_average,
+    AdamWRule, AdamWTensor, adamw, adamw_8bit, global_norm, global_norm_workspace, squared_norms,
+    squared_norms_workspace, weight_average,
 };
 pub use attention::{Scores, attention, attention_grad, attention_grad_workspace};
 pub use copy::{cat, copy, copy_to, widen};
@@ -30,6 +34,7 @@ pub use experts::{
     Routing, combine, dispatch, document_load, expert_load, gather, load_bias, route, routed_gated, routed_gated_grad,
     run_lengths, run_starts, top_k, top_k_grad, unplaced,
 };
+pub use galore::{GaLoreRule, galore, galore_workspace};
 pub use gather::{gather_along, row_max, scatter_add};
 pub use grouped::{grouped_linear, grouped_linear_grad_input, grouped_linear_grad_weight};
 pub(super) use norm::{MOST_THREADS, OnePass, RowBlocks, rows};
@@ -42,6 +47,7 @@ pub use product::{
 pub use reduce::{column_sums_workspace, scaled_sum, sum};
 pub use rope::{RopeFrequencies, rope};
 pub use softmax::{HeadRows, Upstream, cross_entropy, cross_entropy_grad, head, log_sum_exp, softmax, softmax_grad};
+pub use update::{number, update};
 
 use std::any::Any;
 use std::ffi::c_void;

@@ -1,0 +1,114 @@
+//! The features that only the CPU has, and the error for a program that needs them on a GPU. The table in docs/gpu.md is
+//! made from this list.
+
+use std::fmt;
+
+use candle_core::DType;
+use gapless_compile::internal::Instruction;
+
+use crate::error::Error;
+
+/// A feature that only the CPU has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct CpuOnly {
+    /// The feature, as a user would name it.
+    pub feature: &'static str,
+    /// Names of the operations without GPU kernels that the feature consists of. Empty if an option is refused before a
+    /// program is lowered.
+    pub operations: &'static [&'static str],
+    /// The reason.
+    pub why: &'static str,
+    /// The setting that makes a step run on a GPU.
+    pub remedy: &'static str,
+}
+
+/// Poison mode, which the options of a trainer refuse.
+pub const POISON: CpuOnly = CpuOnly {
+    feature: "poison mode",
+    operations: &[],
+    why: "it tests the CPU's kernels; for GPU kernels, the simulated device fills memory with NaN in tests",
+    remedy: "leave poison out",
+};
+
+/// Every feature that only the CPU has.
+pub const CPU_ONLY: &[CpuOnly] = &[
+    POISON,
+    CpuOnly {
+        feature: "activations that are compressed",
+        operations: &["compress", "expand"],
+        why: "`compress` and `expand` have no kernels",
+        remedy: "leave memory.compress out",
+    },
+    CpuOnly {
+        feature: "activations that are offloaded to a file",
+        operations: &["offload", "fetch"],
+        why: "a recording cannot copy to the host between its parts",
+        remedy: "leave memory.offload out",
+    },
+    CpuOnly {
+        feature: "caches of keys and values, and attention over them",
+        operations: &["cache_write", "cached_attention"],
+        why: "`cache_write` and `cached_attention` have no kernels; generation on a GPU reads the whole window for each token",
+        remedy: "generate without caches",
+    },
+];
+
+/// An operation without GPU kernels for its operands, with the layers that contain it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct MissingKernel {
+    /// Name of the operation.
+    pub operation: String,
+    /// Types of its inputs.
+    pub dtypes: Vec<DType>,
+    /// The layers, in the order of the program.
+    pub layers: Vec<String>,
+}
+
+impl MissingKernel {
+    /// Returns what to change so that a step runs on a GPU.
+    pub fn remedy(&self) -> &'static str {
+        let found = CPU_ONLY.iter().find(|feature| feature.operations.contains(&self.operation.as_str()));
+        found.map_or(
+            "choose another element type, give the operation kernels (Op::cuda), or lower a program of your own for Target::Cuda",
+            |feature| feature.remedy,
+        )
+    }
+}
+
+/// Most layers that a message names.
+const NAMED: usize = 3;
+
+impl fmt::Display for MissingKernel {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { operation, dtypes, layers } = self;
+        write!(f, "{operation} in {}", layers[..layers.len().min(NAMED)].join(", "))?;
+        if layers.len() > NAMED {
+            write!(f, " and {} more", layers.len() - NAMED)?;
+        }
+        write!(f, ", for inputs of {dtypes:?} ({})", self.remedy())
+    }
+}
+
+/// The operations without kernels that were found in the programs of an executable.
+#[derive(Debug, Default)]
+pub(super) struct Refused(Vec<MissingKernel>);
+
+impl Refused {
+    /// Adds an instruction without kernels.
+    pub fn add(&mut self, instruction: &Instruction) {
+        let layer = if instruction.layer.is_empty() { "the model" } else { &instruction.layer };
+        let (operation, layer) = (instruction.kind.name(), layer.to_owned());
+        let dtypes: Vec<DType> = instruction.inputs.iter().map(|input| input.dtype).collect();
+        let known = self.0.iter_mut().find(|missing| missing.operation == operation && missing.dtypes == dtypes);
+        match known {
+            Some(missing) if missing.layers.contains(&layer) => {}
+            Some(missing) => missing.layers.push(layer),
+            None => self.0.push(MissingKernel { operation: operation.to_owned(), dtypes, layers: vec![layer] }),
+        }
+    }
+
+    /// Returns an error if instructions were added.
+    pub fn check(self) -> Result<(), Error> {
+        if self.0.is_empty() { Ok(()) } else { Err(Error::NoDeviceKernels { missing: self.0 }) }
+    }
+}
