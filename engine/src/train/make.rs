@@ -4,6 +4,8 @@
 //! - Out: a trainer whose arena is reserved and initialized.
 //! - Never: a mesh with both CPU and GPU ranks, because their copies of a parameter would drift apart.
 
+use std::path::Path;
+
 use gapless_alloc::Role;
 use gapless_compile::Executable;
 use gapless_compile::Target;
@@ -198,7 +200,7 @@ impl TrainerBuilder<'_> {
         let (executable, compiled) = purpose.compile(build, step, &plan, Target::Cpu { threads })?;
         let mut session = Session::on_cpu(executable, Workers::new(threads)?, options.seed)?;
         if !step.memory.offload.is_empty() {
-            session.offload_to(&step.memory.offload_to)?;
+            session.offload_to(step.memory.offload_to.as_deref().unwrap_or(Path::new(".")))?;
         }
         Trainer::of(Box::new(session), DeviceInfo::cpu(threads, because), compiled, &plan, options.clone())
     }
@@ -260,7 +262,7 @@ impl Trainer {
 
     #[cfg(feature = "cuda")]
     fn with_device(
-        device: Box<dyn cuda::Device>,
+        mut device: Box<dyn cuda::Device>,
         build: &Build<'_>,
         options: TrainOptions,
         rank: usize,
@@ -271,6 +273,9 @@ impl Trainer {
         let plan = RankPlan::of(step, rank)?;
         let (executable, compiled) = purpose.compile(build, step, &plan, Target::Cuda)?;
         let Share { first, stride, .. } = Share::of(step, plan.at);
+        if let Some(folder) = &options.step.memory.offload_to {
+            device.offload_to(folder);
+        }
         let session = Session::on_cuda(executable, device, options.seed, (first as u64, stride as u64))?;
         let device = DeviceInfo { name: session.device(), is_gpu: true, reason: None };
         Self::of(Box::new(session), device, compiled, &plan, options)

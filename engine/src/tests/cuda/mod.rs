@@ -3,6 +3,7 @@
 
 mod architectures;
 mod attention;
+mod cache;
 #[cfg(target_os = "linux")]
 mod double;
 mod elementwise;
@@ -28,6 +29,7 @@ mod rows;
 mod slots;
 mod small;
 mod step;
+mod storage;
 mod trainer;
 mod vocabulary;
 mod warpgroups;
