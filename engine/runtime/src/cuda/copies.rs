@@ -90,7 +90,8 @@ impl Copies {
         Ok(Self { stream, start, ends, under_way, memory, file, in_file, context, device: device.into() })
     }
 
-    /// Creates what a copy needs, which may be impossible while a stream is captured.
+    /// Creates the event of a copy, and the argument of its host function. They may not be created while a stream is
+    /// captured.
     pub fn prepare(&mut self, copy: &HostCopy) -> Result<(), DeviceError> {
         if !self.ends.contains_key(&copy.index) {
             self.ends.insert(copy.index, Event::new(&self.device)?);
@@ -109,7 +110,7 @@ impl Copies {
     pub unsafe fn start(&mut self, copy: &HostCopy, main: sys::CUstream) -> Result<(), DeviceError> {
         let stream = self.stream.handle();
         self.start.record(&self.device, main)?;
-        self.start.hold_back(&self.device, stream)?;
+        self.start.make_wait(&self.device, stream)?;
         // With a file, all copies pass through the beginning of the memory, one after another.
         let offset = if self.file.is_some() { 0 } else { copy.offset as usize };
         if !copy.to_host {
@@ -138,7 +139,7 @@ impl Copies {
         let Some(at) = self.under_way.iter().position(|&other| other == index) else { return Ok(()) };
         // Copies run in order, so earlier ones have ended as well.
         self.under_way.drain(..=at);
-        self.ends[&index].hold_back(&self.device, main)
+        self.ends[&index].make_wait(&self.device, main)
     }
 
     /// Makes the main stream wait for all copies.

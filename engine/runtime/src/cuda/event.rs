@@ -29,7 +29,7 @@ impl Event {
     }
 
     /// Makes a stream wait until the last recording of this event is reached. The stream must be valid.
-    pub fn hold_back(&self, device: &str, stream: sys::CUstream) -> Result<(), DeviceError> {
+    pub fn make_wait(&self, device: &str, stream: sys::CUstream) -> Result<(), DeviceError> {
         let flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
         // SAFETY: the event lives as long as `self`; the caller's stream is valid.
         unsafe { result::stream::wait_event(stream, self.0, flags) }.named(device, "cuStreamWaitEvent")

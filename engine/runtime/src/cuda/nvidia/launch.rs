@@ -124,6 +124,7 @@ impl Nvidia {
         })
     }
 
+    /// Returns the error for a copy without [`reserve_host`](crate::cuda::Device::reserve_host).
     fn unreserved(&self) -> DeviceError {
         let what = "no host memory was reserved".into();
         DeviceError::Driver { device: self.name.clone(), call: "copying an offloaded activation".into(), what }
