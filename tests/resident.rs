@@ -57,7 +57,7 @@ fn train(budget: Option<u64>, offload: &str) {
             sequence: 256,
             memory: MemoryOptions {
                 offload: offload.split_terminator(',').map(str::to_owned).collect(),
-                offload_to: env!("CARGO_TARGET_TMPDIR").into(),
+                offload_to: Some(env!("CARGO_TARGET_TMPDIR").into()),
                 budget,
                 ..MemoryOptions::default()
             },

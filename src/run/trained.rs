@@ -18,7 +18,7 @@ use super::{DataConfig, ModelConfig, RunConfig, RunError};
 /// use gapless::run::{TrainedRun, sample};
 ///
 /// let run = TrainedRun::open("runs/run".as_ref())?;
-/// let mut model = run.model(gapless::Generation::default(), 0)?;
+/// let mut model = run.model(gapless::Generation::default(), gapless::DeviceChoice::Auto, 0)?;
 /// println!("{}", sample(&mut model, &run.vocabulary, "Once", &Default::default())?);
 /// # Ok::<(), gapless::run::RunError>(())
 /// ```
@@ -96,14 +96,13 @@ impl TrainedRun {
         }
     }
 
-    /// Builds the model on the CPU with the weights of the checkpoint, for generation. `threads` is the number of
-    /// threads; 0 uses all cores.
+    /// Builds the model with the weights of the checkpoint, for generation. `threads` is the number of threads on a CPU; 0
+    /// uses all cores.
     ///
     /// # Errors
     /// Returns the errors of [`Self::for_inference`].
-    pub fn model(&self, generation: Generation, threads: usize) -> Result<Trainer, RunError> {
+    pub fn model(&self, generation: Generation, device: DeviceChoice, threads: usize) -> Result<Trainer, RunError> {
         let sequence = generation.window.unwrap_or(usize::MAX).min(generation.chunk);
-        let device = DeviceChoice::Cpu;
         let generation = Some(generation);
         self.for_inference(TrainOptions {
             step: StepOptions { batch: 1, sequence, generation, ..StepOptions::default() },

@@ -3,6 +3,7 @@
 
 use std::path::Path;
 
+use gapless_engine::DeviceChoice;
 use gapless_engine::compile::{Instr, InstrKind};
 use gapless_parallel::{Mesh, Rates};
 use serde::{Deserialize, Serialize};
@@ -156,9 +157,13 @@ impl DeviceProfile {
             device.bytes = terabytes * 1e12;
         }
         if device.is_measured() && !run.memory.offload.is_empty() {
-            let folder = &run.memory.offload_to;
+            let folder = run.memory.offload_to.as_deref().unwrap_or(Path::new("."));
             device.disk = machine::offload_rate(folder)
                 .map_err(|why| ConfigError::value("memory.offload_to", why, "name a folder that can be written"))?;
+        }
+        // A GPU keeps offloaded activations in host memory unless a folder is named.
+        if !device.is_measured() && run.memory.offload_to.is_none() && matches!(run.device, DeviceChoice::Cuda(_)) {
+            device.disk = f64::INFINITY;
         }
         let rates = device.rates(run.step.precision);
         if !rates.are_sound() {
@@ -232,7 +237,8 @@ pub trait CostModel {
     fn collective(&self, bytes: f64, can_hide: bool) -> u64;
 
     /// Returns the nanoseconds of a copy of `bytes` bytes between the arena and the offload file, in either direction. A
-    /// rank computes nothing during a copy, so the whole time counts.
+    /// CPU computes nothing during a copy, so the whole time counts. On a GPU, the part counts for which computation
+    /// waits.
     fn offload(&self, bytes: u64) -> u64;
 }
 

@@ -423,6 +423,27 @@ mod tests {
         assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
     }
 
+    /// On a GPU, computation hides a part of the copies. A file behind host memory makes them longer.
+    #[test]
+    fn copies_of_a_gpu_are_partly_hidden() {
+        let exposed = |folder: &str| {
+            let keys = format!(
+                "model = \"gpt:vocabulary=64,layers=3,heads=2,width=128\"\nstep = {{ batch = 2, sequence = 64 }}\n\
+                 device = \"cuda\"\nestimate.profile = \"h200\"\nmemory = {{ offload = [\"gelu\"]{folder} }}"
+            );
+            let step = Step::new(&RunConfig::parse(&keys, &[]).unwrap()).unwrap();
+            let programs = step.programs(&step.record().unwrap()).unwrap();
+            // 2 × 64 tokens × 4 × 128 elements of each of 3 layers, copied out once and back once.
+            let all = 6 * step.device.offload(4 * 2 * 64 * 4 * 128);
+            (step.busy_time(&programs[0]).offloaded, all)
+        };
+        let [(exposed, all), (in_file, all_in_file)] = ["", ", offload_to = \"/tmp\""].map(exposed);
+        assert!(
+            0 < exposed && exposed < all && exposed < in_file && in_file < all_in_file,
+            "{exposed} {all} {in_file}"
+        );
+    }
+
     #[test]
     fn kernels_of_another_device_are_refused() {
         let keys = format!("model = \"small\"\ndevice = \"cuda\"\nestimate.profile = \"{NAME}\"");

@@ -1,8 +1,6 @@
 //! The origin of a result: the software and the step that it is for. Every file and JSON object that the commands write
 //! about a step names it.
 
-use std::path::PathBuf;
-
 use serde::{Deserialize, Serialize};
 
 use super::Step;
@@ -39,7 +37,7 @@ impl Step {
     /// the lowering. The device for which time is estimated and the folder of the offload file are left out.
     pub fn digest(&self) -> String {
         let mut options = self.options.clone();
-        options.memory.offload_to = PathBuf::new();
+        options.memory.offload_to = None;
         // A schedule of one's own is given by its order, because its name says nothing.
         let schedule = &self.options.pipeline.schedule;
         let is_known = gapless_parallel::all().iter().any(|known| known.name() == schedule.name());

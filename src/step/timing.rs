@@ -198,6 +198,47 @@ impl Durations for ActionDurations {
     }
 }
 
+/// The copies of offloaded activations that a GPU makes one after another while it computes.
+#[derive(Debug, Default)]
+struct HiddenCopies {
+    /// The time from the start of the program, in nanoseconds.
+    now: u64,
+    /// The end of the last copy, and of each copy by its buffer and direction.
+    last: u64,
+    ends: HashMap<(usize, bool), u64>,
+}
+
+impl HiddenCopies {
+    /// Returns `None` if the program does not wait for copies, because each copy ends before the next instruction.
+    fn of(program: &Program) -> Option<Self> {
+        let waits =
+            program.instrs.iter().any(|instr| matches!(instr.kind, InstrKind::Offloaded(_) | InstrKind::Fetched(_)));
+        waits.then(Self::default)
+    }
+
+    /// Starts a copy, which takes `copy` nanoseconds. Returns 0, the time that computation waits.
+    fn start(&mut self, kind: &InstrKind, copy: u64) -> u64 {
+        self.last = self.last.max(self.now).saturating_add(copy);
+        self.ends.extend(copy_of(kind).map(|key| (key, self.last)));
+        0
+    }
+
+    /// Returns the time that computation waits for a copy.
+    fn end(&self, kind: &InstrKind) -> u64 {
+        let end = copy_of(kind).and_then(|key| self.ends.get(&key));
+        end.map_or(0, |end| end.saturating_sub(self.now))
+    }
+}
+
+/// Returns the buffer of a copy, and whether it is copied back.
+fn copy_of(kind: &InstrKind) -> Option<(usize, bool)> {
+    match kind {
+        InstrKind::Offload(id) | InstrKind::Offloaded(id) => Some((id.index(), false)),
+        InstrKind::Fetch(id) | InstrKind::Fetched(id) => Some((id.index(), true)),
+        _ => None,
+    }
+}
+
 impl ActionDurations {
     fn representative_of(&self, action: Action) -> Action {
         Action { micro_batch: self.all_as.unwrap_or(action.micro_batch), ..action }
@@ -208,6 +249,7 @@ impl ActionDurations {
         let mut known = Known::default();
         for program in programs {
             let mut update = 0;
+            let mut hidden = HiddenCopies::of(program);
             for part in &program.parts {
                 let mut sent = 0;
                 let (mut time, mut again, mut copies) = (0, 0, 0);
@@ -223,11 +265,20 @@ impl ActionDurations {
                         }
                         InstrKind::Offload(id) | InstrKind::Fetch(id) => {
                             let copy = device.offload(program.offload[id.index()].bytes);
-                            copies += copy;
-                            copy
+                            let waiting = hidden.as_mut().map_or(copy, |hidden| hidden.start(&instr.kind, copy));
+                            copies += waiting;
+                            waiting
+                        }
+                        InstrKind::Offloaded(_) | InstrKind::Fetched(_) => {
+                            let waiting = hidden.as_ref().map_or(0, |hidden| hidden.end(&instr.kind));
+                            copies += waiting;
+                            waiting
                         }
                         _ => 0,
                     };
+                    if let Some(hidden) = &mut hidden {
+                        hidden.now += here;
+                    }
                     time += here;
                     again += if instr.rematerialized { here } else { 0 };
                 }

@@ -232,7 +232,7 @@ fn invalid_compress_and_offload_are_refused() {
         (
             |options| {
                 (options.step.memory.offload, options.step.memory.offload_to) =
-                    (names(&["gelu"]), "no/such/folder".into())
+                    (names(&["gelu"]), Some("no/such/folder".into()))
             },
             ["no/such/folder", "another folder"],
         ),

@@ -55,11 +55,11 @@ impl Instruction {
     }
 
     /// Tensors that are complete after this instruction, and are checked for non-finite values when a run is watched. A
-    /// received tensor is complete after the wait, not after the receive.
+    /// received or fetched tensor is complete after the wait.
     pub fn results(&self) -> &[Address] {
         match &self.kind {
-            InstrKind::Compute(_) | InstrKind::Fetch(_) => &self.outputs,
-            InstrKind::Wait(_) | InstrKind::Finish(_) => &self.inputs,
+            InstrKind::Compute(_) => &self.outputs,
+            InstrKind::Wait(_) | InstrKind::Finish(_) | InstrKind::Fetched(_) => &self.inputs,
             _ => &[],
         }
     }

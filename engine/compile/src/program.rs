@@ -22,7 +22,7 @@ impl BufferId {
     }
 }
 
-/// Index of a buffer in the offload file of a program.
+/// Index of a buffer in the offload file of a program. On a GPU, the file may be host memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct OffloadId(pub(crate) u32);
 
@@ -166,10 +166,16 @@ pub enum InstrKind {
     Collective(Collective, usize),
     /// Waits for the collective with this request. The inputs are all operands of the collective.
     Finish(usize),
-    /// Copies input 0 from the arena to the offload file.
+    /// Copies input 0 from the arena to the offload file. On a GPU, starts the copy; input 0 must not change until the
+    /// matching `Offloaded`.
     Offload(OffloadId),
-    /// Copies output 0 from the offload file to the arena.
+    /// Waits on a GPU for the copy that `Offload` has started. Input 0 is the copied tensor.
+    Offloaded(OffloadId),
+    /// Copies output 0 from the offload file to the arena. On a GPU, starts the copy; output 0 must not be used until
+    /// the matching `Fetched`.
     Fetch(OffloadId),
+    /// Waits on a GPU for the copy that `Fetch` has started. Input 0 is the copied tensor.
+    Fetched(OffloadId),
     /// Tries to reserve arena space, until the backward, for all rows of this row count. Output 0 is an f32: 1 if there
     /// is no space, and 0 if the space is reserved.
     Vote(u32),
@@ -188,7 +194,9 @@ impl InstrKind {
             Self::Collective(collective, _) => collective.name(),
             Self::Finish(_) => "finish",
             Self::Offload(_) => "offload",
+            Self::Offloaded(_) => "offloaded",
             Self::Fetch(_) => "fetch",
+            Self::Fetched(_) => "fetched",
             Self::Vote(_) => "vote",
             Self::ApplyVote(_) => "apply_vote",
         }

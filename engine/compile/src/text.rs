@@ -64,7 +64,9 @@ impl Display for Instr {
             InstrKind::Receive(message) => write!(f, " from rank {}", message.peer)?,
             InstrKind::Collective(_, request) | InstrKind::Finish(request) => write!(f, " #{request}")?,
             InstrKind::Wait(message) => write!(f, " #{}", message.request)?,
-            InstrKind::Offload(id) | InstrKind::Fetch(id) => write!(f, " @{}", id.index())?,
+            InstrKind::Offload(id) | InstrKind::Offloaded(id) | InstrKind::Fetch(id) | InstrKind::Fetched(id) => {
+                write!(f, " @{}", id.index())?
+            }
             InstrKind::Vote(count) | InstrKind::ApplyVote(count) => write!(f, " rows {count}")?,
             InstrKind::Compute(_) => {}
         }

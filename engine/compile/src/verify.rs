@@ -14,7 +14,9 @@ use gapless_kernels::cpu::args::{MAX_OUTPUTS, byte_range, span};
 use gapless_kernels::cpu::bf16::widened_layout;
 
 use crate::error::{Error, Result};
-use crate::program::{Buffer, BufferId, BufferKind, DynamicRows, Instr, InstrKind, IoTensor, Operand, Program};
+use crate::program::{
+    Buffer, BufferId, BufferKind, DynamicRows, Instr, InstrKind, IoTensor, OffloadId, Operand, Program,
+};
 
 /// Maximum bytes of all tensors of a program together: an exbibyte. This ensures that sums of sizes do not overflow,
 /// even if the sizes are rounded up.
@@ -250,6 +252,7 @@ fn kind_fits(program: &Program, instr: &Instr, votes: &mut Vec<u32>) -> Verdict 
             }
             _ => false,
         },
+        InstrKind::Offloaded(_) | InstrKind::Fetched(_) => inputs.len() == 1 && outputs.is_empty(),
         InstrKind::Vote(count) => {
             let is_first = (count as usize) < program.row_counts && !votes.contains(&count);
             votes.push(count);
@@ -297,24 +300,43 @@ fn collective_fits(program: &Program, collective: Collective, inputs: &[Operand]
     }
 }
 
-/// Checks that the operands of a message or collective stay unchanged until the instruction that waits for it.
+/// Returns the number of the transfer that an instruction starts, and of the transfer that it waits for. Transfers are
+/// messages, collectives, and the copies of offloaded activations that the program waits for, as on a GPU.
+fn transfers(program: &Program, kind: &InstrKind, is_awaited: &[bool]) -> [Option<usize>; 2] {
+    let copy = |id: OffloadId, fetches: bool| program.requests + 2 * id.index() + usize::from(fetches);
+    let awaited = |id, fetches| Some(copy(id, fetches)).filter(|&copy| is_awaited.get(copy) == Some(&true));
+    match *kind {
+        InstrKind::Send(message) | InstrKind::Receive(message) => [Some(message.request), None],
+        InstrKind::Collective(_, request) => [Some(request), None],
+        InstrKind::Offload(id) => [awaited(id, false), None],
+        InstrKind::Fetch(id) => [awaited(id, true), None],
+        InstrKind::Wait(message) => [None, Some(message.request)],
+        InstrKind::Finish(request) => [None, Some(request)],
+        InstrKind::Offloaded(id) => [None, Some(copy(id, false))],
+        InstrKind::Fetched(id) => [None, Some(copy(id, true))],
+        _ => [None, None],
+    }
+}
+
+/// Checks that the operands of a message, collective or copy stay unchanged until the instruction that waits for it.
 fn transfers_own_operands(program: &Program) -> Verdict {
     // By buffer: the number of transfers in flight that read it, and whether one writes it.
     let mut lent: Vec<(usize, bool)> = vec![(0, false); program.buffers.len()];
-    let mut under_way: Vec<Option<&Instr>> = vec![None; program.requests];
-    let mut was_begun = vec![false; program.requests];
+    let count = program.requests + 2 * program.offload.len();
+    let mut is_awaited = vec![true; program.requests];
+    is_awaited.resize(count, false);
+    for instr in &program.instrs {
+        if let [_, Some(ended)] = transfers(program, &instr.kind, &[])
+            && let Some(is_awaited) = is_awaited.get_mut(ended)
+        {
+            *is_awaited = true;
+        }
+    }
+    let mut under_way: Vec<Option<&Instr>> = vec![None; count];
+    let mut was_begun = vec![false; count];
     for instr in &program.instrs {
         let named = |what: &str| format!("{} in {:?}: {what}", instr.kind.name(), &*instr.layer);
-        let begins = match instr.kind {
-            InstrKind::Send(message) | InstrKind::Receive(message) => Some(message.request),
-            InstrKind::Collective(_, request) => Some(request),
-            _ => None,
-        };
-        let ends = match instr.kind {
-            InstrKind::Wait(message) => Some(message.request),
-            InstrKind::Finish(request) => Some(request),
-            _ => None,
-        };
+        let [begins, ends] = transfers(program, &instr.kind, &is_awaited);
         if let Some(request) = ends {
             let begun = under_way
                 .get_mut(request)
@@ -333,7 +355,7 @@ fn transfers_own_operands(program: &Program) -> Verdict {
         let is_written = |operand: &Operand| lent[operand.buffer.index()].1;
         let is_lent = |operand: &Operand| lent[operand.buffer.index()] != (0, false);
         if instr.inputs.iter().any(is_written) || instr.outputs.iter().any(is_lent) {
-            return Err(named("it touches a buffer that is being sent or received"));
+            return Err(named("it touches a buffer that is being sent, received or copied"));
         }
         if let Some(request) = begins {
             if was_begun.get(request) != Some(&false) {

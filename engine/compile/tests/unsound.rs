@@ -148,7 +148,7 @@ fn sound_programs_compile() {
 }
 
 /// Each change, with a part of the expected message.
-const UNSOUND: [Change; 58] = [
+const UNSOUND: [Change; 60] = [
     // Positions of operands.
     ("beyond its buffer", |case| case.layout(&[1 << 62], 0)),
     ("beyond its buffer", |case| case.layout(&[usize::MAX], 0)),
@@ -266,7 +266,7 @@ const UNSOUND: [Change; 58] = [
         case.receive();
         case.program.instrs[2].inputs[0].buffer = case.x;
     }),
-    ("being sent or received", |case| {
+    ("being sent, received or copied", |case| {
         case.receive();
         let received = case.program.instrs[1].outputs[0].buffer;
         case.program.instrs.insert(2, copy(received, case.y));
@@ -292,6 +292,18 @@ const UNSOUND: [Change; 58] = [
     ("do not fit this kind", |case| {
         let starts = Spec { shape: 3.into(), dtype: DType::U32 };
         case.rows([starts.clone(), starts], 0, 2);
+    }),
+    // Copies of offloaded tensors.
+    ("being sent, received or copied", |case| {
+        let (id, x) = (case.program.add_offload(BYTES), operand(case.x, &spec()));
+        case.program.instrs.insert(1, instr(InstrKind::Fetch(id), vec![], vec![x.clone()]));
+        case.program.instrs.push(instr(InstrKind::Fetched(id), vec![x], vec![]));
+        case.program.parts.clear();
+    }),
+    ("was not started", |case| {
+        let (id, x) = (case.program.add_offload(BYTES), operand(case.x, &spec()));
+        case.program.instrs.insert(1, instr(InstrKind::Offloaded(id), vec![x], vec![]));
+        case.program.parts.clear();
     }),
     ("covers instructions", |case| case.program.parts[0].instrs = 0..3),
 ];

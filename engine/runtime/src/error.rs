@@ -23,7 +23,8 @@ pub enum Error {
     OtherTarget { instruction: String },
     #[cfg(feature = "cuda")]
     #[error(
-        "{} cannot run on a GPU: {}; the CPU runs all of them (device = \"cpu\", DeviceChoice::Cpu)",
+        "{} cannot run on a GPU: {}; choose another element type, give the operation kernels (Op::cuda), lower a program of your own for \
+         Target::Cuda, or run it on the CPU (device = \"cpu\", DeviceChoice::Cpu)",
         if missing.len() == 1 { "an operation".to_owned() } else { format!("{} operations", missing.len()) },
         missing.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ")
     )]

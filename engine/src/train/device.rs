@@ -29,7 +29,7 @@ pub enum DeviceChoice {
 
 impl DeviceChoice {
     /// True if a trainer may run on a GPU: one is named, or one is there to be chosen.
-    pub fn may_be_gpu(self) -> bool {
+    pub(super) fn may_be_gpu(self) -> bool {
         match self {
             Self::Cpu => false,
             Self::Cuda(_) => true,

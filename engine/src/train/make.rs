@@ -4,6 +4,8 @@
 //! - Out: a trainer whose arena is reserved and initialized.
 //! - Never: a mesh with both CPU and GPU ranks, because their copies of a parameter would drift apart.
 
+use std::path::Path;
+
 use gapless_alloc::Role;
 use gapless_compile::Executable;
 use gapless_compile::Target;
@@ -204,7 +206,7 @@ impl TrainerBuilder<'_> {
         let (executable, compiled) = purpose.compile(build, step, &plan, Target::Cpu { threads })?;
         let mut session = Session::on_cpu(executable, Workers::new(threads)?, options.seed)?;
         if !step.memory.offload.is_empty() {
-            session.offload_to(&step.memory.offload_to)?;
+            session.offload_to(step.memory.offload_to.as_deref().unwrap_or(Path::new(".")))?;
         }
         Trainer::of(Box::new(session), DeviceInfo::cpu(threads, because), compiled, &plan, options.clone())
     }
@@ -280,7 +282,11 @@ impl Trainer {
         let (executable, compiled) = purpose.compile(build, step, &plan, Target::Cuda)?;
         let Share { first, stride, .. } = Share::of(step, plan.at);
         Session::launches(&executable)?;
-        let session = Session::on_cuda(executable, open()?, options.seed, (first as u64, stride as u64))?;
+        let mut device = open()?;
+        if let Some(folder) = &options.step.memory.offload_to {
+            device.offload_to(folder);
+        }
+        let session = Session::on_cuda(executable, device, options.seed, (first as u64, stride as u64))?;
         let device = DeviceInfo { name: session.device(), is_gpu: true, reason: None };
         Self::of(Box::new(session), device, compiled, &plan, options)
     }

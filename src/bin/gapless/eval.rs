@@ -85,7 +85,7 @@ fn evaluate(arguments: &Arguments) -> anyhow::Result<()> {
         sequence = longest;
     }
     let data = Data::open(&source, arguments)?;
-    let (windows, documents) = data.windows(&mut sequence, arguments)?;
+    let (windows, documents) = data.windows(&mut sequence)?;
     if let ModelSource::Folder(opened) = &source {
         weights::tell_of_positions(opened.folder.config(), sequence);
     }
@@ -246,23 +246,18 @@ impl Data {
 
     /// Divides the data into windows of `sequence` tokens. If a text is too short for one window, `sequence` is reduced
     /// so that the whole text is one window. Also returns whether the model must separate documents.
-    fn windows(&self, sequence: &mut usize, arguments: &Arguments) -> anyhow::Result<(ValidationWindows, bool)> {
+    fn windows(&self, sequence: &mut usize) -> anyhow::Result<(ValidationWindows, bool)> {
         let tokens = self.dataset.validation_tokens();
         if !self.has_answers {
             *sequence = (*sequence).min(usize::try_from(tokens - 1).unwrap_or(usize::MAX));
         }
-        // A part of a window needs padding. Only the CPU leaves padding out of the loss.
-        let left = if self.has_answers { 0 } else { (tokens - 1) % *sequence as u64 };
-        let documents = self.has_answers || self.isolates || (left > 0 && !arguments.device.may_be_gpu());
+        // A part of a window needs padding, which a model of separate documents leaves out of the loss.
+        let is_padded = !self.has_answers && (tokens - 1) % *sequence as u64 > 0;
+        let documents = self.has_answers || self.isolates || is_padded;
         let windows = match documents {
             true => self.dataset.padded_validation(*sequence, self.isolates)?,
             false => self.dataset.validation(*sequence, usize::MAX)?,
         };
-        if left > 0 && !documents {
-            tell(format_args!(
-                "the last {left} tokens do not fill a window and are skipped; --device cpu measures them"
-            ));
-        }
         Ok((windows.context("all data are for validation")?, documents))
     }
 }

@@ -71,6 +71,9 @@ pub struct Arguments {
     /// Do not stop at the model's end-of-text token.
     #[arg(long)]
     ignore_eos: bool,
+    /// The device: auto, cpu, cuda or cuda:1.
+    #[arg(long, default_value = "auto")]
+    device: DeviceChoice,
     /// Worker threads; 0 for all cores.
     #[arg(long, default_value_t = 0)]
     threads: usize,
@@ -100,7 +103,8 @@ fn sample(arguments: &Arguments) -> anyhow::Result<()> {
         );
     }
     let window = arguments.window.map_or_else(|| wanted.min(limit.unwrap_or(wanted)), |window| window as usize);
-    let mut trainer = source.model(Generation { batch: 1, window: Some(window), chunk: CHUNK }, arguments.threads)?;
+    let generation = Generation { batch: 1, window: Some(window), chunk: CHUNK };
+    let mut trainer = source.model(generation, arguments.device, arguments.threads)?;
     if let ModelSource::Folder(opened) = &source {
         weights::tell_of_positions(opened.0.folder.config(), wanted.min(window));
     }
@@ -268,12 +272,12 @@ impl ModelSource {
         })
     }
 
-    fn model(&self, generation: Generation, threads: usize) -> anyhow::Result<Trainer> {
+    fn model(&self, generation: Generation, device: DeviceChoice, threads: usize) -> anyhow::Result<Trainer> {
         match self {
-            Self::Run(source) => Ok(source.run.model(generation, threads)?),
+            Self::Run(source) => Ok(source.run.model(generation, device, threads)?),
             Self::Folder(opened) => {
                 let sequence = generation.window.unwrap_or(CHUNK).min(CHUNK);
-                let (device, generation) = (DeviceChoice::Cpu, Some(generation));
+                let generation = Some(generation);
                 let options = TrainOptions {
                     step: StepOptions { batch: 1, sequence, generation, ..StepOptions::default() },
                     device,

@@ -3,10 +3,11 @@
 //!
 //! - In: a program whose activations are kept unchanged until their backward.
 //! - Out: the same program, in which the activations that [`recompute`](crate::recompute) names are kept in eight bits
-//!   per element, or in a file. A restored activation has a new buffer.
+//!   per element, or in a file. A restored activation has a new buffer. On a GPU, copies run while the program goes on:
+//!   an activation is copied out until the next one is, and copied back while the backward uses the one before.
 //! - Never: the choice of these activations.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 
 use candle_core::Layout;
@@ -17,12 +18,20 @@ use gapless_parallel::Kind;
 
 use super::Context;
 use crate::error::Result;
-use crate::program::{BufferId, BufferKind, Instance, Instr, InstrKind, Operand, Part, Program, role_of_node};
+use crate::lowering::Target;
+use crate::program::{
+    BufferId, BufferKind, Instance, Instr, InstrKind, OffloadId, Operand, Part, Program, role_of_node,
+};
 use crate::recompute::ActivationStorage;
 
 pub(super) fn run(program: &mut Program, context: &Context<'_>) -> Result<()> {
-    let mut pass =
-        Offload { context: *context, behind: BTreeMap::new(), before: BTreeMap::new(), back: HashMap::new() };
+    let mut pass = Offload {
+        context: *context,
+        copies: Vec::new(),
+        behind: BTreeMap::new(),
+        before: BTreeMap::new(),
+        back: HashMap::new(),
+    };
     let stashed = pass.stashed();
     let uses = uses_of(program, stashed.iter().map(|&(buffer, ..)| buffer));
     for (buffer, origin, stash) in stashed {
@@ -31,6 +40,7 @@ pub(super) fn run(program: &mut Program, context: &Context<'_>) -> Result<()> {
             pass.store(program, buffer, origin, stash, (last, first));
         }
     }
+    pass.copy();
     if !pass.behind.is_empty() {
         pass.read_back(program);
         pass.insert(program);
@@ -70,8 +80,20 @@ fn is_forward(part: &Part) -> bool {
     part.action.is_some_and(|action| action.kind == Kind::Forward)
 }
 
+/// The copies of an offloaded activation.
+struct Copies {
+    id: OffloadId,
+    /// The activation, and the buffer that it is copied back to.
+    from: Operand,
+    to: Operand,
+    uses: (usize, usize),
+    micro_batch: u32,
+    layer: Arc<str>,
+}
+
 struct Offload<'a> {
     context: Context<'a>,
+    copies: Vec<Copies>,
     /// Instructions to insert after a given instruction.
     behind: BTreeMap<usize, Vec<Instr>>,
     /// Instructions to insert before a given instruction.
@@ -112,7 +134,7 @@ impl Offload<'_> {
         let label = program.buffers[buffer.index()].label.clone();
         let back = program.add(value.spec.bytes(), label, BufferKind::Temporary);
         let to = Operand::new(back, value);
-        let (away, fetch) = match stash {
+        match stash {
             ActivationStorage::Compressed => {
                 let buffers = packed(&value.spec).map(|spec| {
                     let tensor = format!("{}/{} in 8 bits of micro-batch {micro_batch}", maker.layer, maker.op.name());
@@ -123,20 +145,61 @@ impl Offload<'_> {
                 let (compress, expand): (Arc<dyn Op>, Arc<dyn Op>) =
                     (Arc::new(Compress), Arc::new(Expand(value.spec.clone())));
                 let codes = packed_operands(buffers, &value.spec);
-                (
-                    (InstrKind::Compute(compress), vec![from], codes.clone()),
-                    (InstrKind::Compute(expand), codes, vec![to]),
-                )
+                let instr = |work, inputs, outputs| {
+                    Instr::plain(InstrKind::Compute(work), inputs, outputs, micro_batch, maker.layer.clone())
+                };
+                self.behind.entry(last).or_default().push(instr(compress, vec![from], codes.clone()));
+                self.before.entry(first).or_default().push(instr(expand, codes, vec![to]));
             }
             ActivationStorage::Offloaded => {
-                let id = program.add_offload(value.spec.bytes());
-                ((InstrKind::Offload(id), vec![from], vec![]), (InstrKind::Fetch(id), vec![], vec![to]))
+                let (id, layer) = (program.add_offload(value.spec.bytes()), maker.layer.clone());
+                self.copies.push(Copies { id, from, to, uses: (last, first), micro_batch, layer });
             }
-        };
-        let instr = |(work, inputs, outputs)| Instr::plain(work, inputs, outputs, micro_batch, maker.layer.clone());
-        self.behind.entry(last).or_default().push(instr(away));
-        self.before.entry(first).or_default().push(instr(fetch));
+        }
         self.back.insert(buffer, back);
+    }
+
+    /// Inserts the copies of offloaded activations. A CPU copies after the last use and before the first one. On a GPU,
+    /// a copy ends where the next one in the same direction starts, so that it overlaps with the instructions between
+    /// them, and at most one activation more is in memory.
+    fn copy(&mut self) {
+        let copies = std::mem::take(&mut self.copies);
+        let overlaps = !matches!(self.context.lowering.target, Target::Cpu { .. });
+        let [lasts, firsts]: [BTreeSet<usize>; 2] =
+            [copies.iter().map(|copy| copy.uses.0).collect(), copies.iter().map(|copy| copy.uses.1).collect()];
+        // At one place, waits for earlier copies come first, then copies in the order of the uses that they precede or
+        // follow, and then waits for copies that start there.
+        let mut placed: Vec<((u32, usize), Place, Instr)> = Vec::new();
+        for copy in copies {
+            let (last, first) = copy.uses;
+            let instr = |kind, inputs: &[&Operand], outputs: &[&Operand]| {
+                let all = |operands: &[&Operand]| operands.iter().map(|&operand| operand.clone()).collect();
+                Instr::plain(kind, all(inputs), all(outputs), copy.micro_batch, copy.layer.clone())
+            };
+            let earlier = firsts.range(..first).next_back().copied().filter(|&earlier| overlaps && earlier > last);
+            let fetch_at = earlier.unwrap_or(first);
+            placed.push(((1, last), Place::Behind(last), instr(InstrKind::Offload(copy.id), &[&copy.from], &[])));
+            placed.push(((1, first), Place::Before(fetch_at), instr(InstrKind::Fetch(copy.id), &[], &[&copy.to])));
+            if overlaps {
+                let next = lasts.range(last + 1..).next().copied().filter(|&next| next < fetch_at);
+                let end = next.map_or(Place::Before(fetch_at), Place::Behind);
+                placed.push(((0, last), end, instr(InstrKind::Offloaded(copy.id), &[&copy.from], &[])));
+                let order = if fetch_at == first { 2 } else { 0 };
+                placed.push((
+                    (order, first),
+                    Place::Before(first),
+                    instr(InstrKind::Fetched(copy.id), &[&copy.to], &[]),
+                ));
+            }
+        }
+        placed.sort_by_key(|&(order, ..)| order);
+        for (_, place, instr) in placed {
+            let all = match place {
+                Place::Behind(index) => self.behind.entry(index),
+                Place::Before(index) => self.before.entry(index),
+            };
+            all.or_default().push(instr);
+        }
     }
 
     /// Makes the backward read the restored buffers.
@@ -163,6 +226,13 @@ impl Offload<'_> {
             part.instrs = first..program.instrs.len();
         }
     }
+}
+
+/// A place where an instruction is inserted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Place {
+    Behind(usize),
+    Before(usize),
 }
 
 fn packed_operands(buffers: [BufferId; 2], spec: &Spec) -> Vec<Operand> {

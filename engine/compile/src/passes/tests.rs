@@ -26,6 +26,7 @@ struct Case {
     /// Whether dropped values are recomputed in both halves.
     twice: bool,
     compress: Vec<String>,
+    offload: Vec<String>,
     target: Option<Target>,
 }
 
@@ -49,7 +50,7 @@ fn stages(case: &Case, f: impl Fn(&Tensor, &VarBuilder) -> Result<Tensor>) -> BT
     let row = |stage: u32| kinds.iter().map(|&kind| Action::new(kind, stage, 0)).collect();
     let table: Vec<Vec<Action>> = (0..ranks as u32).map(row).collect();
     let alive = crate::lower::alive_nodes(&graph, &outputs);
-    let stashing = StorageOptions { compress: &case.compress, offload: &[] };
+    let stashing = StorageOptions { compress: &case.compress, offload: &case.offload };
     let resolving = Resolving { graph: &graph, alive: &alive, row: &table[case.rank], stashing, can_be_twice: true };
     let once = resolving.resolve(&case.recompute, None, |_, _| Ok(0)).unwrap();
     let twice = (0..ranks as u32).map(StageId).filter(|_| case.twice).collect();
@@ -184,6 +185,37 @@ fn activations_wait_in_eight_bits() {
     gradient 1 = %23 f32[4,4]
     gradient 2 = %16 f32[4,4]
     ");
+}
+
+/// On a GPU, copies run at the same time as other instructions: until the next copy in the same direction starts, or
+/// until the activation is used.
+#[test]
+fn copies_to_the_host_overlap_on_a_gpu() {
+    let three = |x: &Tensor, vb: &VarBuilder| {
+        let layer = |x: Tensor, name: &str| x.linear(&vb.get((4, 4), name)?, None)?.gelu();
+        layer(layer(layer(x.clone(), "a")?, "b")?, "c")?.sum_all()
+    };
+    let offload = || vec!["gelu".to_owned()];
+    let of = |target| stages(&Case { offload: offload(), target, ..Case::default() }, three)["offload"].clone();
+    let order = |text: String| {
+        let name = |line: &str| {
+            let (instr, _) = line.split_once(" @ the model")?;
+            let call = instr.split(" = ").last()?.split(" %").next()?;
+            Some(call.trim().to_owned())
+        };
+        text.lines().filter_map(name).collect::<Vec<_>>().join(", ")
+    };
+    let backward = "linear_grad_weight, linear_grad_input, gelu_grad";
+    let on_gpu = format!(
+        "linear, gelu, linear, offload @0, gelu, linear, offloaded @0, offload @1, gelu, scaled_sum, contiguous, gelu_grad, \
+         offloaded @1, fetch @1, fetch @0, fetched @1, {backward}, fetched @0, {backward}, linear_grad_weight"
+    );
+    assert_eq!(order(of(Some(Target::Cuda))), on_gpu);
+    let on_cpu = format!(
+        "linear, gelu, linear, offload @0, gelu, linear, offload @1, gelu, scaled_sum, contiguous, gelu_grad, fetch @1, \
+         {backward}, fetch @0, {backward}, linear_grad_weight"
+    );
+    assert_eq!(order(of(None)), on_cpu);
 }
 
 #[test]

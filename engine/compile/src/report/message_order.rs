@@ -35,7 +35,9 @@ impl Program {
                 InstrKind::Collective(..)
                 | InstrKind::Finish(_)
                 | InstrKind::Offload(_)
+                | InstrKind::Offloaded(_)
                 | InstrKind::Fetch(_)
+                | InstrKind::Fetched(_)
                 | InstrKind::Vote(_)
                 | InstrKind::ApplyVote(_) => {
                     continue;

@@ -152,7 +152,7 @@ pub(super) fn cached(
     target: Target,
     logits: &Logits,
 ) -> Result<(Vec<Program>, Option<Culprit>)> {
-    let Some(generation) = options.caches(target) else { return Ok((Vec::new(), None)) };
+    let Some(generation) = options.caches() else { return Ok((Vec::new(), None)) };
     generation.check(options, ranks)?;
     let obstacle = match &logits.obstacle {
         Some(culprit) => Some(culprit.clone()),

@@ -19,7 +19,6 @@ use serde::{Deserialize, Serialize};
 use super::{Generation, Overflow, Pipeline, SCALARS_INPUT, text};
 use crate::error::{Error, Result};
 use crate::executable::CompileOptions;
-use crate::lowering::Target;
 use crate::recompute::{Recompute, StorageOptions};
 
 /// A training step: everything that decides its programs and their memory. In a run file, the table `[step]` has the
@@ -166,8 +165,9 @@ pub struct MemoryOptions {
     /// results.
     pub offload: Vec<String>,
     /// The folder of the offload file. It should be on a disk, because a folder in memory saves nothing. Each rank has
-    /// a file of its own, which is deleted when the process ends.
-    pub offload_to: PathBuf,
+    /// a file of its own, which is deleted when the process ends. If it is missing, a CPU keeps the file in the working
+    /// directory, and a GPU keeps activations in pinned host memory instead of a file.
+    pub offload_to: Option<PathBuf>,
     /// The reserve on expert ranks for routed rows, whose number depends on the data. The reserve `"worst"` always
     /// suffices, and only the pages that a step uses take memory. A number, such as 1.25, is a multiple of the rows of
     /// balanced routing. Another string, such as `"64MiB"`, is a size.
@@ -199,7 +199,7 @@ impl Default for MemoryOptions {
             rates: cpu_rates(),
             compress: Vec::new(),
             offload: Vec::new(),
-            offload_to: ".".into(),
+            offload_to: None,
             routing: Reserve::Worst,
             overflow: Overflow::Error,
             release_gradients: false,
@@ -385,9 +385,9 @@ impl StepOptions {
     }
 
     /// Returns the caches for generation. Returns `None` if no caches are set, or if the mesh has several pipeline or
-    /// expert ranks. Also returns `None` on a GPU, because GPUs have no kernels for caches.
-    pub fn caches(&self, target: Target) -> Option<&Generation> {
-        let is_supported = self.mesh.pipeline == 1 && self.mesh.expert == 1 && matches!(target, Target::Cpu { .. });
+    /// expert ranks.
+    pub fn caches(&self) -> Option<&Generation> {
+        let is_supported = self.mesh.pipeline == 1 && self.mesh.expert == 1;
         self.generation.as_ref().filter(|_| is_supported)
     }
 

@@ -87,7 +87,7 @@ impl Attention {
     }
 
     /// The settings in the form that the CUDA kernels take.
-    fn scores(&self) -> Scores {
+    pub(super) fn scores(&self) -> Scores {
         let Self { scale, causal, window, cap } = *self;
         Scores { scale: scale as f32, cap: cap.unwrap_or(0.0) as f32, is_causal: causal, window }
     }

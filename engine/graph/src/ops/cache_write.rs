@@ -66,6 +66,9 @@ impl Op for CacheWrite {
             }
         });
     }
+    fn cuda(&self, operands: &gapless_kernels::cuda::Operands<'_>) -> Option<Vec<gapless_kernels::cuda::Launch>> {
+        gapless_kernels::cuda::launch::cache_write(operands)
+    }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
         let (x, positions) = (args.input(1), args.input(2));

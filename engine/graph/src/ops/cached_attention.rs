@@ -94,6 +94,12 @@ impl Op for CachedAttention {
             kernel.forward_at(q, k, v, positions, out, scratch).expect("extents by the shape rule");
         });
     }
+    fn cuda_workspace(&self, inputs: &[Spec], _: &[Spec]) -> Vec<u64> {
+        gapless_kernels::cuda::launch::cached_attention_workspace(inputs)
+    }
+    fn cuda(&self, operands: &gapless_kernels::cuda::Operands<'_>) -> Option<Vec<gapless_kernels::cuda::Launch>> {
+        gapless_kernels::cuda::launch::cached_attention(self.0.scores(), operands)
+    }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
         let (q, k, v, positions) = (args.input(0), args.input(1), args.input(2), args.input(3));

@@ -86,6 +86,10 @@ impl Op for Compress {
             }
         });
     }
+    fn cuda(&self, operands: &gapless_kernels::cuda::Operands<'_>) -> Option<Vec<gapless_kernels::cuda::Launch>> {
+        let row = Grouping::of(operands.inputs.first()?.dims()).row as u64;
+        gapless_kernels::cuda::launch::compress(row, GROUP as u64, operands)
+    }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
         let x = args.input(0);
@@ -150,6 +154,10 @@ impl Op for Expand {
                 });
             }
         });
+    }
+    fn cuda(&self, operands: &gapless_kernels::cuda::Operands<'_>) -> Option<Vec<gapless_kernels::cuda::Launch>> {
+        let row = Grouping::of(self.0.dims()).row as u64;
+        gapless_kernels::cuda::launch::expand(row, GROUP as u64, operands)
     }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {

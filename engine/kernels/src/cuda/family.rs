@@ -9,11 +9,18 @@ macro_rules! families {
         #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
         pub enum Family {
             $($(#[$doc])* $family,)*
-            /// One generated kernel, which fuses several operations.
+            /// One generated kernel, which fuses several operations, or a source of one's own ([`Self::of_text`]).
             Generated(&'static Generated),
         }
 
         impl Family {
+            /// Returns the family of a source of one's own: CUDA C++ that defines kernels with `KERNEL` (`base.cuh`), and
+            /// may include the headers of the folder `kernels`. `file` is the name that errors of the compiler show.
+            /// Equal texts give the same family. A text is kept until the process ends, so it must not depend on data.
+            pub fn of_text(file: &str, text: &str) -> Self {
+                Self::Generated(Generated::of(file.into(), text.into()))
+            }
+
             /// All families that are files in the folder `kernels`.
             pub const ALL: &[Self] = &[$(Self::$family),*];
 
@@ -42,7 +49,10 @@ macro_rules! families {
             /// True if the family's kernels can read the address and size of dynamic rows from a slot
             /// ([`SLOT`](super::launch::SLOT)).
             pub fn reads_slots(self) -> bool {
-                matches!(self, Self::Experts | Self::Grouped | Self::GroupedTensorCores | Self::Generated(_))
+                match self {
+                    Self::Generated(generated) => generated.text.contains("placed("),
+                    _ => matches!(self, Self::Experts | Self::Grouped | Self::GroupedTensorCores),
+                }
             }
         }
     };
@@ -63,6 +73,10 @@ families! {
     AttentionTensorCores = "attention_tensor_cores.cu",
     /// The forward of fused attention on the tensor cores of compute capability 9.0.
     AttentionWarpgroups = "attention_warpgroups.cu",
+    /// Caches of past keys and values, and attention over them.
+    Cache = "cache.cu",
+    /// Compression of activations to eight bits.
+    Compress = "compress.cu",
     /// Copies between strides and types.
     Copy = "copy.cu",
     /// Lookup of a table's rows by ids (embedding).
@@ -91,7 +105,7 @@ families! {
     Softmax = "softmax.cu",
 }
 
-/// A source that was generated for a program.
+/// A source that was generated for a program, or brought by an operation.
 #[derive(Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Generated {
     file: String,

@@ -14,4 +14,4 @@ pub mod launch;
 pub use family::HEADERS;
 pub use family::{Family, Generated};
 pub use fusible::{Constant, Fusible};
-pub use launch::{Features, Kernel, Launch, Operand, Operands, Product, Random};
+pub use launch::{Features, HostCopy, Kernel, Launch, Operand, Operands, Product, Random};

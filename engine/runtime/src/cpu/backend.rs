@@ -12,10 +12,10 @@ use gapless_kernels::cpu::overflow_heap::OverflowHeap;
 use gapless_kernels::cpu::peak::{Bf16Products, Peak, has_amx, has_pairs};
 
 use super::arena::Arena;
-use super::offload::OffloadFile;
 use super::run::{Failure, RunContext, run_all};
 use super::workers::Workers;
 use crate::error::{Error, Result};
+use crate::offload::OffloadFile;
 use crate::routed::DynamicBuffers;
 use crate::session::{Backend, RunOptions, Session, Times};
 use crate::transfers::{ArenaBase, Transfers};

@@ -2,7 +2,6 @@
 
 mod arena;
 mod backend;
-mod offload;
 pub(crate) mod run;
 mod workers;
 

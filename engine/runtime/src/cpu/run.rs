@@ -15,7 +15,7 @@ use gapless_kernels::Stream;
 use gapless_kernels::cpu::args::{Address, Args, Element, Places};
 use half::bf16;
 
-use super::offload::OffloadFile;
+use crate::offload::OffloadFile;
 use crate::routed::{DynamicBuffers, Refusal, find_nonfinite_origin};
 use crate::session::{RunOptions, Times};
 use crate::transfers::{ArenaBase, Transfers, begin, range, transfer};
@@ -119,7 +119,7 @@ impl Run<'_> {
                     .map_err(Failure::Communicator)?;
             }
             InstrKind::Finish(request) => transfers.finish(*request).map_err(Failure::Communicator)?,
-            InstrKind::Vote(_) | InstrKind::ApplyVote(_) => {}
+            InstrKind::Vote(_) | InstrKind::ApplyVote(_) | InstrKind::Offloaded(_) | InstrKind::Fetched(_) => {}
             InstrKind::Offload(id) | InstrKind::Fetch(id) => {
                 // SAFETY: as above.
                 unsafe { copy(instruction, program.host[id.index()], base, file) }.map_err(Failure::File)?;

@@ -41,7 +41,7 @@ const KEY_BYTES: u64 = ALIGNMENT;
 fn tickets(launches: &[Launch]) -> u64 {
     let of = |launch: &Launch| match launch {
         Launch::Kernel(kernel) => kernel.tickets,
-        Launch::Product(_) => 0,
+        Launch::Product(_) | Launch::Copy(_) | Launch::CopyEnd(_) => 0,
     };
     // At least one ticket, because a write of zero bytes would be a special case.
     launches.iter().map(of).max().unwrap_or(0).max(1) as u64 * size_of::<u32>() as u64
@@ -55,7 +55,8 @@ impl Session<CudaBackend> {
     ///
     /// # Errors
     /// Returns [`Error::NoDeviceKernels`](crate::Error::NoDeviceKernels), which lists every operation without GPU kernels,
-    /// if there is one or if the programs were lowered for the CPU. In these cases, nothing has been reserved. Returns
+    /// if there is one or if the programs were lowered for the CPU. In these cases, nothing has been reserved. If
+    /// activations are offloaded, host memory or a file is reserved for them ([`Device::offload_to`]). Returns
     /// [`Error::Device`](crate::Error::Device) if the device fails.
     pub fn on_cuda(
         executable: Executable,
@@ -63,11 +64,16 @@ impl Session<CudaBackend> {
         seed: u64,
         (first_part, part_stride): (u64, u64),
     ) -> Result<Self> {
-        let tickets = tickets(&Self::launches(&executable)?).next_multiple_of(ALIGNMENT);
+        let launches = Self::launches(&executable)?;
+        let tickets = tickets(&launches).next_multiple_of(ALIGNMENT);
         let table = table_bytes(&executable).next_multiple_of(ALIGNMENT);
         let arena = executable.arena_bytes().next_multiple_of(ALIGNMENT);
         // The arena comes last in the range because it may grow.
         let key = device.reserve(KEY_BYTES + tickets + table + arena)?;
+        if executable.host_bytes() > 0 {
+            let largest = launches.iter().map(|of| if let Launch::Copy(copy) = of { copy.bytes } else { 0 });
+            device.reserve_host(executable.host_bytes(), largest.max().unwrap_or(0))?;
+        }
         let slots = key + KEY_BYTES + tickets;
         let (base, tickets_at, features) = (slots + table, key + KEY_BYTES, device.features());
         let place = Place { base, key, tickets: tickets_at, slots, first_part, part_stride, features };

@@ -13,9 +13,6 @@ use crate::error::Error;
 pub struct CpuOnly {
     /// The feature, as a user would name it.
     pub feature: &'static str,
-    /// Names of the operations without GPU kernels that the feature consists of. Empty if an option is refused before a
-    /// program is lowered.
-    pub operations: &'static [&'static str],
     /// The reason.
     pub why: &'static str,
     /// The setting that makes a step run on a GPU.
@@ -25,33 +22,12 @@ pub struct CpuOnly {
 /// Poison mode, which the options of a trainer refuse.
 pub const POISON: CpuOnly = CpuOnly {
     feature: "poison mode",
-    operations: &[],
     why: "it tests the CPU's kernels; for GPU kernels, the simulated device fills memory with NaN in tests",
     remedy: "leave poison out",
 };
 
 /// Every feature that only the CPU has.
-pub const CPU_ONLY: &[CpuOnly] = &[
-    POISON,
-    CpuOnly {
-        feature: "activations that are compressed",
-        operations: &["compress", "expand"],
-        why: "`compress` and `expand` have no kernels",
-        remedy: "leave memory.compress out",
-    },
-    CpuOnly {
-        feature: "activations that are offloaded to a file",
-        operations: &["offload", "fetch"],
-        why: "a recording cannot copy to the host between its parts",
-        remedy: "leave memory.offload out",
-    },
-    CpuOnly {
-        feature: "caches of keys and values, and attention over them",
-        operations: &["cache_write", "cached_attention"],
-        why: "`cache_write` and `cached_attention` have no kernels; generation on a GPU reads the whole window for each token",
-        remedy: "generate without caches",
-    },
-];
+pub const CPU_ONLY: &[CpuOnly] = &[POISON];
 
 /// An operation without GPU kernels for its operands, with the layers that contain it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -64,17 +40,6 @@ pub struct MissingKernel {
     pub layers: Vec<String>,
 }
 
-impl MissingKernel {
-    /// Returns what to change so that a step runs on a GPU.
-    pub fn remedy(&self) -> &'static str {
-        let found = CPU_ONLY.iter().find(|feature| feature.operations.contains(&self.operation.as_str()));
-        found.map_or(
-            "choose another element type, give the operation kernels (Op::cuda), or lower a program of your own for Target::Cuda",
-            |feature| feature.remedy,
-        )
-    }
-}
-
 /// Most layers that a message names.
 const NAMED: usize = 3;
 
@@ -85,7 +50,7 @@ impl fmt::Display for MissingKernel {
         if layers.len() > NAMED {
             write!(f, " and {} more", layers.len() - NAMED)?;
         }
-        write!(f, ", for inputs of {dtypes:?} ({})", self.remedy())
+        write!(f, ", for inputs of {dtypes:?}")
     }
 }
 

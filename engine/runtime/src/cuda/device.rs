@@ -1,6 +1,7 @@
 //! The interface of a GPU: all operations that running a step needs.
 
 use std::fmt::{self, Debug};
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use gapless_alloc::draw::Bytes;
@@ -33,6 +34,21 @@ pub trait Device: Debug + Send {
     /// # Errors
     /// Returns an error in the same cases as [`Self::reserve`].
     fn extend(&mut self, bytes: u64) -> Result<(), DeviceError>;
+
+    /// Makes [`reserve_host`](Self::reserve_host) create a file in this folder, instead of host memory for all offloaded
+    /// activations.
+    fn offload_to(&mut self, _folder: &Path) {}
+
+    /// Reserves `bytes` bytes for offloaded activations: host memory that the device copies to and from directly, or a
+    /// file ([`offload_to`](Self::offload_to)) and host memory for one copy of at most `largest` bytes. This can be
+    /// called once.
+    ///
+    /// # Errors
+    /// Returns [`DeviceError::Offload`] if the file cannot be created, or the driver's error.
+    fn reserve_host(&mut self, _bytes: u64, _largest: u64) -> Result<(), DeviceError> {
+        let what = "it has no memory for offloaded activations".into();
+        Err(DeviceError::Driver { device: self.name(), call: "reserving host memory".into(), what })
+    }
 
     /// Copies bytes to the device, after all work that was started before.
     ///
@@ -92,7 +108,8 @@ pub trait Device: Debug + Send {
     /// Waits for all work that was started before.
     ///
     /// # Errors
-    /// Returns the driver's error, including an error of any work that was started before.
+    /// Returns the driver's error, including an error of any work that was started before. Returns
+    /// [`DeviceError::Offload`] if a copy to or from the offload file has failed.
     fn wait(&mut self) -> Result<(), DeviceError>;
 
     /// Returns an id that differs from those of all other devices of the host. If ranks cannot exchange tensors
@@ -219,6 +236,8 @@ pub enum DeviceError {
     Kernel(Box<KernelError>),
     #[error("{call} failed on {device}: {what}")]
     Driver { device: String, call: String, what: String },
+    #[error("{what}: {source}; choose another folder (memory.offload_to), or offload less")]
+    Offload { what: String, source: std::io::Error },
     /// An error of one operation, with its name, layer and micro-batch.
     #[error("{what_for}: {source}")]
     During { what_for: String, source: Box<DeviceError> },

@@ -28,6 +28,13 @@ impl Event {
         unsafe { result::event::record(self.0, stream) }.named(device, "cuEventRecord")
     }
 
+    /// Makes a stream wait until the last recording of this event is reached. The stream must be valid.
+    pub fn make_wait(&self, device: &str, stream: sys::CUstream) -> Result<(), DeviceError> {
+        let flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
+        // SAFETY: the event lives as long as `self`; the caller's stream is valid.
+        unsafe { result::stream::wait_event(stream, self.0, flags) }.named(device, "cuStreamWaitEvent")
+    }
+
     /// Returns the time from `other` to this event. The stream must have reached both events.
     pub fn since(&self, other: &Self, device: &str) -> Result<Duration, DeviceError> {
         // SAFETY: both events live as long as `self` and `other`.

@@ -16,6 +16,7 @@
 mod backend;
 mod cache;
 mod context;
+mod copies;
 mod cpu_only;
 mod cublaslt;
 mod device;
@@ -43,7 +44,8 @@ pub use cpu_only::{CPU_ONLY, CpuOnly, MissingKernel, POISON};
 pub use device::{Describe, Device, DeviceError, DeviceMemory, Recording};
 pub use error::KernelError;
 pub use gapless_kernels::cuda::{
-    Constant, Family, Features, Fusible, Generated, Kernel, Launch, Operand, Operands, Product, Random, launch,
+    Constant, Family, Features, Fusible, Generated, HostCopy, Kernel, Launch, Operand, Operands, Product, Random,
+    launch,
 };
 pub use nvidia::Nvidia;
 pub use nvrtc::{Architecture, Compiled, Nvrtc};

@@ -7,13 +7,13 @@
 
 use std::ops::Range;
 
-use gapless_compile::InstrKind;
 use gapless_compile::internal::{CompiledProgram, Instruction};
+use gapless_compile::{InstrKind, OffloadId};
 use gapless_graph::launches;
 use gapless_kernels::Spec;
 use gapless_kernels::cpu::args::Address;
 use gapless_kernels::cuda::launch::together;
-use gapless_kernels::cuda::{Features, Launch, Operand, Operands, Random};
+use gapless_kernels::cuda::{Features, HostCopy, Launch, Operand, Operands, Random};
 
 use super::cpu_only::Refused;
 use super::device::{Device, DeviceError};
@@ -47,6 +47,11 @@ pub(super) const ALIGNMENT: u64 = 256;
 pub(super) fn specs(addresses: &[Address]) -> Vec<Spec> {
     let spec = |address: &Address| Spec { shape: address.layout.shape().clone(), dtype: address.dtype };
     addresses.iter().map(spec).collect()
+}
+
+/// Returns the index of a copy of an offloaded activation to or from the host.
+fn index_of(id: OffloadId, to_host: bool) -> u32 {
+    2 * id.index() as u32 + u32::from(!to_host)
 }
 
 /// The addresses at which a program runs, and the indices of this rank's micro-batches.
@@ -113,6 +118,10 @@ impl Place {
         let mut parts: Vec<Part<Launches>> = Vec::new();
         for (index, instruction) in program.instructions.iter().enumerate() {
             let launches = match instruction.kind {
+                InstrKind::Offload(id) => Some(vec![self.copy(program, id, &instruction.inputs[0], true)]),
+                InstrKind::Fetch(id) => Some(vec![self.copy(program, id, &instruction.outputs[0], false)]),
+                InstrKind::Offloaded(id) => Some(vec![Launch::CopyEnd(index_of(id, true))]),
+                InstrKind::Fetched(id) => Some(vec![Launch::CopyEnd(index_of(id, false))]),
                 InstrKind::Vote(_) | InstrKind::ApplyVote(_) => None,
                 _ if instruction.is_exchange() => None,
                 _ => match self.of(instruction) {
@@ -139,6 +148,17 @@ impl Place {
             part.launches = part.launches.take().map(together).filter(|launches| !launches.is_empty());
         }
         parts
+    }
+
+    /// Returns the copy of an offloaded activation.
+    fn copy(&self, program: &CompiledProgram, id: OffloadId, of: &Address, to_host: bool) -> Launch {
+        Launch::Copy(HostCopy {
+            index: index_of(id, to_host),
+            address: self.base + of.offset,
+            offset: program.host[id.index()],
+            bytes: (of.span * of.dtype.size_in_bytes()) as u64,
+            to_host,
+        })
     }
 
     /// Returns the launches of an instruction. Returns `None` if it has no kernels, if its scratch is smaller than

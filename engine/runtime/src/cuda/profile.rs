@@ -75,6 +75,13 @@ impl Work {
             InstrKind::Compute(op) => Some((op, instruction)),
             _ => None,
         });
+        // The time of a copy's end is the part of the copy that no other work hides.
+        if let [Instruction { kind: kind @ (InstrKind::Offloaded(_) | InstrKind::Fetched(_)), layer, .. }, ..] =
+            instructions
+        {
+            let (layer, micro_batch, operation) = (layer.to_string(), instructions[0].micro_batch, kind.name());
+            return Some(Self { operation, layer, micro_batch, launches: each(launches, 0, 0, 0), flops: 0, bytes: 0 });
+        }
         let (first, Instruction { layer, micro_batch, .. }) = operations.clone().next()?;
         let (layer, micro_batch, operation) = (layer.to_string(), *micro_batch, first.name());
         let (flops, bytes) =
@@ -117,6 +124,13 @@ fn each(launches: &[Launch], flops: u64, bytes: u64, again: u64) -> Vec<LaunchWo
             is_aligned: product.is_aligned(),
             flops: product.flops(),
             bytes: product.bytes(),
+        },
+        Launch::Copy(_) | Launch::CopyEnd(_) => LaunchWork {
+            name: if matches!(launch, Launch::Copy(_)) { "copy started" } else { "end of a copy" }.into(),
+            is_product: false,
+            is_aligned: true,
+            flops: 0,
+            bytes: 0,
         },
     };
     launches.iter().map(each).collect()

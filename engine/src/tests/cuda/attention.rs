@@ -41,7 +41,7 @@ fn kernels(
     let launches = forward.into_iter().chain(attention_grad(scores, &operands).unwrap());
     let kernel = |launch| match launch {
         Launch::Kernel(kernel) => (kernel.name, kernel.grid, kernel.block, kernel.shared_bytes),
-        Launch::Product(product) => panic!("{product:?}"),
+        other => panic!("{other:?}"),
     };
     launches.map(kernel).collect()
 }

@@ -371,7 +371,7 @@ pub(super) type Launched = (Option<Family>, String);
 pub(super) fn launched(executable: &Executable) -> Vec<Launched> {
     let name = |launch: Launch| match launch {
         Launch::Kernel(kernel) => (Some(kernel.family), kernel.name),
-        Launch::Product(_) => (None, "product".to_owned()),
+        _ => (None, "product".to_owned()),
     };
     Session::<CudaBackend>::launches(executable).unwrap().into_iter().map(name).collect()
 }

@@ -72,6 +72,7 @@ pub unsafe fn run(launch: &Launch, is_reversed: bool) -> Result<(), String> {
             unsafe { products::compute(product) };
             Ok(())
         }
+        Launch::Copy(_) | Launch::CopyEnd(_) => Err("this device has no host memory to copy to".into()),
     }
 }
 

@@ -64,6 +64,19 @@ pub fn check_in(
     }
 }
 
+/// Checks a function that has no gradient, in f32 and bf16. Fails if one of its operations has no kernels.
+pub fn check_forward(
+    parameters: &[&[usize]],
+    ids: &[(&[usize], &[u32])],
+    f: impl Fn(&[Tensor], &[Tensor]) -> Result<Tensor>,
+) {
+    for dtype in [DType::F32, DType::BF16] {
+        let Recorded { graph, given, .. } = Recorded::new(dtype, parameters, ids, &f).unwrap();
+        let judged = judge_graph(&lock(&graph), &given);
+        assert!(judged.without.is_empty(), "{judged:?}");
+    }
+}
+
 /// Checks a function and its gradient like [`check`]. Returns the names of the operations without kernels.
 pub fn without_kernels(
     dtype: DType,

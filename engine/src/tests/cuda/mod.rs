@@ -3,6 +3,7 @@
 
 mod architectures;
 mod attention;
+mod cache;
 mod cpu_only;
 #[cfg(target_os = "linux")]
 mod double;
@@ -30,6 +31,7 @@ mod rows;
 mod slots;
 mod small;
 mod step;
+mod storage;
 mod trainer;
 mod vocabulary;
 mod warpgroups;

@@ -69,7 +69,7 @@ fn expect_planned_bytes(what: &str, trainer: &Trainer) {
     let launches = Session::launches(trainer.session.executable()).unwrap();
     let tickets = launches.iter().map(|launch| match launch {
         Launch::Kernel(kernel) => u64::from(kernel.tickets),
-        Launch::Product(_) => 0,
+        Launch::Product(_) | Launch::Copy(_) | Launch::CopyEnd(_) => 0,
     });
     let tickets = (4 * tickets.max().unwrap().max(1)).next_multiple_of(256);
     let planned = 256 + tickets + trainer.report().arena_bytes.next_multiple_of(256);

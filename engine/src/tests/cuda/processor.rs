@@ -1,13 +1,19 @@
 //! A device simulated on the host: its memory is host memory, and launches run on the CPU.
 
+use std::path::Path;
+use std::sync::Arc;
+
 use super::{gpu, host};
-use crate::cuda::{Describe, Device, DeviceError, DeviceMemory, Features, Launch, Recording};
+use crate::cuda::{Describe, Device, DeviceError, DeviceMemory, Features, HostCopy, Launch, Recording};
 
 /// A device simulated on the host.
 #[derive(Debug, Default)]
 pub struct Processor {
     memory: Vec<u64>,
-    recorded: Vec<Vec<Launch>>,
+    recorded: Vec<Arc<[Launch]>>,
+    /// Host memory for offloaded activations, and the copies that have not ended, in order.
+    host: Vec<u8>,
+    under_way: Vec<HostCopy>,
     /// True if the device has no algorithms for products with epilogues.
     has_no_epilogues: bool,
     /// True if blocks and threads run in descending order.
@@ -34,6 +40,39 @@ impl Processor {
         let base = self.memory.as_ptr().expose_provenance() as u64;
         assert!(base <= address && address + bytes as u64 <= base + 8 * self.memory.len() as u64, "beside the memory");
         std::ptr::with_exposed_provenance_mut(address as usize)
+    }
+}
+
+impl Processor {
+    fn run_all(&mut self, launches: &[Launch]) {
+        for launch in launches {
+            match *launch {
+                Launch::Copy(copy) => {
+                    // Every float is NaN until the copy back has ended.
+                    if !copy.to_host {
+                        self.write(copy.address, &vec![0xff; copy.bytes as usize]).expect("it does not fail");
+                    }
+                    self.under_way.push(copy);
+                }
+                Launch::CopyEnd(index) => {
+                    let ended = self.under_way.iter().position(|copy| copy.index == index);
+                    self.end_copies(ended.map_or(0, |at| at + 1));
+                }
+                // SAFETY: the addresses come from a checked plan in this memory.
+                _ => unsafe { host::run(launch, self.is_reversed) }.unwrap_or_else(|why| panic!("{launch:?}: {why}")),
+            }
+        }
+    }
+
+    /// Makes the first copies, as late as possible.
+    fn end_copies(&mut self, count: usize) {
+        for copy in self.under_way.drain(..count).collect::<Vec<_>>() {
+            let mut host = std::mem::take(&mut self.host);
+            let bytes = &mut host[copy.offset as usize..][..copy.bytes as usize];
+            let copied = if copy.to_host { self.read(copy.address, bytes) } else { self.write(copy.address, bytes) };
+            copied.expect("it does not fail");
+            self.host = host;
+        }
     }
 }
 
@@ -70,6 +109,13 @@ impl Device for Processor {
         Ok(())
     }
 
+    fn offload_to(&mut self, _: &Path) {}
+
+    fn reserve_host(&mut self, bytes: u64, _: u64) -> Result<(), DeviceError> {
+        self.host = vec![0xff; bytes as usize];
+        Ok(())
+    }
+
     fn write(&mut self, address: u64, bytes: &[u8]) -> Result<(), DeviceError> {
         // SAFETY: `at` has checked that the range is in this memory, to which `&mut self` gives exclusive access.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.at(address, bytes.len()), bytes.len()) };
@@ -92,12 +138,14 @@ impl Device for Processor {
     }
 
     fn run(&mut self, launches: &[Launch], _: Describe<'_>) -> Result<(), DeviceError> {
-        run_all(launches, self.is_reversed);
+        self.run_all(launches);
         Ok(())
     }
 
     fn replay(&mut self, recording: Recording) -> Result<(), DeviceError> {
-        run_all(&self.recorded[recording.0], self.is_reversed);
+        let launches = self.recorded[recording.0].clone();
+        self.run_all(&launches);
+        self.end_copies(self.under_way.len());
         Ok(())
     }
 
@@ -108,12 +156,5 @@ impl Device for Processor {
     fn memory(&self) -> Result<DeviceMemory, DeviceError> {
         let arena = 8 * self.memory.len() as u64;
         Ok(DeviceMemory { total: u64::MAX, in_use: arena, arena, beside: Vec::new() })
-    }
-}
-
-fn run_all(launches: &[Launch], is_reversed: bool) {
-    for launch in launches {
-        // SAFETY: the addresses come from a checked plan in this memory.
-        unsafe { host::run(launch, is_reversed) }.unwrap_or_else(|why| panic!("{launch:?}: {why}"));
     }
 }

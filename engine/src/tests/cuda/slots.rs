@@ -136,7 +136,7 @@ fn kernels_of_planned_operands_know_no_slots() {
         };
         match launches::launches(&Powf { exponent: 2.0 }, &operands).unwrap().remove(0) {
             Launch::Kernel(kernel) => kernel.family.source().contains("placed("),
-            Launch::Product(product) => panic!("{product:?}"),
+            other => panic!("{other:?}"),
         }
     };
     assert_eq!([name(64), name(SLOT | 64)], [false, true]);

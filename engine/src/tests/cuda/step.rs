@@ -149,31 +149,3 @@ fn a_rank_without_others_is_an_error() {
     let error = session.run(train, RunOptions::default()).unwrap_err().to_string();
     assert!(error.starts_with("receive") && error.contains("without a communicator"), "{error}");
 }
-
-/// Operations without kernels are an error that names all of them, with their layers and the remedy, before anything
-/// runs.
-#[test]
-fn operations_without_gpu_kernels_are_named() {
-    let options = TrainOptions {
-        step: StepOptions {
-            batch: BATCH,
-            sequence: SEQUENCE,
-            memory: MemoryOptions {
-                compress: vec!["linear".into()],
-                offload: vec!["gelu".into()],
-                ..MemoryOptions::default()
-            },
-            ..StepOptions::default()
-        },
-        ..TrainOptions::default()
-    };
-    let planned = executable(&options, Target::Cuda, |vb| Small::new(Style::Gpt, vb));
-    let error = Session::on_cuda(planned, Box::<Processor>::default(), 0, (0, 1)).unwrap_err().to_string();
-    let parts = [
-        "4 operations cannot run on a GPU: ",
-        "compress in q, k, v and 1 more, for inputs of [F32] (leave memory.compress out); ",
-        "offload in the model, for inputs of [F32] (leave memory.offload out)",
-        "the CPU runs all of them",
-    ];
-    assert!(parts.iter().all(|part| error.contains(part)), "{error}");
-}

@@ -389,10 +389,12 @@ fn report(out: &mut dyn Write, configured: &Step, step: &Planned) -> io::Result<
         writeln!(out, "on top of the plan: {reserve} for rows that this rank receives, {arena} in total")?;
     }
     if step.host_bytes > 0 {
-        let (file, busy) = (Bytes(step.host_bytes), 100.0 * step.offload_ms / step.rank_ms.max(1e-9));
+        let (bytes, busy) = (Bytes(step.host_bytes), 100.0 * step.offload_ms / step.rank_ms.max(1e-9));
+        let is_on_gpu = configured.kernels() == "CUDA";
+        let place = if is_on_gpu && configured.options.memory.offload_to.is_none() { "host memory" } else { "a file" };
         writeln!(
             out,
-            "offloaded to a file: {file}; its copies take {:.2} ms ({busy:.2} % of the rank's time), during which nothing is computed",
+            "offloaded to {place}: {bytes}; nothing is computed for {:.2} ms ({busy:.2} % of the rank's time), because of its copies",
             step.offload_ms
         )?;
     }

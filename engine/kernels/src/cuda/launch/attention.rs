@@ -8,7 +8,7 @@ use crate::cuda::Family::{self, Attention, AttentionGradWarpgroups, AttentionTen
 
 #[derive(Debug, Clone, Copy, Default)]
 #[repr(C)]
-struct HeadStrides {
+pub(super) struct HeadStrides {
     batch: u64,
     head: u64,
     token: u64,
@@ -16,35 +16,35 @@ struct HeadStrides {
 
 #[derive(Debug, Clone, Copy)]
 #[repr(C)]
-struct AttentionArguments {
-    q: u64,
-    k: u64,
-    v: u64,
-    out: u64,
-    lse: u64,
-    d_out: u64,
-    delta: u64,
-    dq: u64,
-    dk: u64,
-    dv: u64,
-    heads: u64,
-    kv_heads: u64,
-    queries: u64,
-    keys: u64,
-    head_size: u64,
-    value_size: u64,
-    at_q: HeadStrides,
-    at_k: HeadStrides,
-    at_v: HeadStrides,
-    at_out: HeadStrides,
-    at_dq: HeadStrides,
-    at_dk: HeadStrides,
-    at_dv: HeadStrides,
-    starts: u64,
-    window: u64,
-    scale: f32,
-    cap: f32,
-    is_causal: u32,
+pub(super) struct AttentionArguments {
+    pub(super) q: u64,
+    pub(super) k: u64,
+    pub(super) v: u64,
+    pub(super) out: u64,
+    pub(super) lse: u64,
+    pub(super) d_out: u64,
+    pub(super) delta: u64,
+    pub(super) dq: u64,
+    pub(super) dk: u64,
+    pub(super) dv: u64,
+    pub(super) heads: u64,
+    pub(super) kv_heads: u64,
+    pub(super) queries: u64,
+    pub(super) keys: u64,
+    pub(super) head_size: u64,
+    pub(super) value_size: u64,
+    pub(super) at_q: HeadStrides,
+    pub(super) at_k: HeadStrides,
+    pub(super) at_v: HeadStrides,
+    pub(super) at_out: HeadStrides,
+    pub(super) at_dq: HeadStrides,
+    pub(super) at_dk: HeadStrides,
+    pub(super) at_dv: HeadStrides,
+    pub(super) starts: u64,
+    pub(super) window: u64,
+    pub(super) scale: f32,
+    pub(super) cap: f32,
+    pub(super) is_causal: u32,
 }
 
 /// The settings that turn products of queries and keys into scores.
@@ -61,7 +61,7 @@ pub struct Scores {
 }
 
 /// Threads per block, and per warpgroup: `ATTENTION_THREADS` of attention.cuh, `WARPGROUP_THREADS` of warpgroup.cuh.
-const THREADS: u32 = 128;
+pub(super) const THREADS: u32 = 128;
 
 /// Tokens that a warpgroup processes: `WARPGROUP_ROWS` of warpgroup.cuh.
 const WARPGROUP_ROWS: u64 = 64;
@@ -83,8 +83,8 @@ impl HeadStrides {
     }
 
     /// True if all strides are whole packs, so that every row starts at a pack if the first row does.
-    fn are_packs(&self) -> bool {
-        [self.batch, self.head, self.token].iter().all(|stride| stride % pack(DType::BF16) == 0)
+    fn are_packs(&self, dtype: DType) -> bool {
+        [self.batch, self.head, self.token].iter().all(|stride| stride % pack(dtype) == 0)
     }
 
     /// Returns the strides of a contiguous tensor [batch, tokens, heads, head size].
@@ -218,7 +218,7 @@ impl Form {
 }
 
 impl AttentionArguments {
-    fn new(of: Scores, [q, k, v]: [&Operand; 3], starts: Option<&Operand>) -> Option<Self> {
+    pub(super) fn new(of: Scores, [q, k, v]: [&Operand; 3], starts: Option<&Operand>) -> Option<Self> {
         let (&[_, heads, queries, head_size], &[_, kv_heads, keys, _]) = (q.dims(), k.dims()) else { return None };
         let &[_, _, _, value_size] = v.dims() else { return None };
         let [heads, queries, head_size, kv_heads, keys, value_size] =
@@ -256,21 +256,21 @@ impl AttentionArguments {
     }
 
     /// Returns the larger of the head sizes of queries and of values.
-    fn widest(&self) -> u64 {
+    pub(super) fn widest(&self) -> u64 {
         self.head_size.max(self.value_size)
     }
 
     /// True if all rows that are read can be copied 16 bytes at a time.
-    fn are_packs(&self) -> bool {
+    pub(super) fn are_packs(&self, dtype: DType) -> bool {
         let read = [(self.q, self.at_q), (self.k, self.at_k), (self.v, self.at_v)];
         let of_gradient = (self.d_out != 0).then_some((self.d_out, self.at_out));
-        read.iter().chain(&of_gradient).all(|&(address, strides)| address % 16 == 0 && strides.are_packs())
+        read.iter().chain(&of_gradient).all(|&(address, strides)| address % 16 == 0 && strides.are_packs(dtype))
     }
 
     /// Returns the kernel that processes this many tokens and heads. Returns `None` if there is none for this type or
     /// head size.
     fn launch(self, part: Part, of: &Operand, tokens: u64, heads: u64, features: Features) -> Option<Kernel> {
-        let features = if self.are_packs() { features } else { Features::default() };
+        let features = if self.are_packs(DType::BF16) { features } else { Features::default() };
         let form = Form::of(part, of.dtype, self.widest(), features)?;
         let (blocks, batch) = (tokens.div_ceil(form.rows), of.dims()[0] as u64);
         let grid = if form.is_by_heads { [heads, blocks, batch] } else { [blocks, heads, batch] };

@@ -8,6 +8,8 @@
 mod adafactor;
 mod adamw;
 mod attention;
+mod cache;
+mod compress;
 mod copy;
 mod embedding;
 mod experts;
@@ -28,6 +30,8 @@ pub use adamw::{
     squared_norms_workspace, weight_average,
 };
 pub use attention::{Scores, attention, attention_grad, attention_grad_workspace};
+pub use cache::{cache_write, cached_attention, cached_attention_workspace};
+pub use compress::{compress, expand};
 pub use copy::{cat, copy, copy_to, widen};
 pub use embedding::{add_embedding_grad, embedding, embedding_grad, embedding_grad_workspace};
 pub use experts::{
@@ -64,6 +68,26 @@ pub enum Launch {
     Kernel(Kernel),
     /// A matrix product.
     Product(Product),
+    /// A copy that runs at the same time as later launches, until its end is waited for.
+    Copy(HostCopy),
+    /// Waits for the copy with this index. If the copy has ended before, for instance in an earlier recording, nothing
+    /// happens.
+    CopyEnd(u32),
+}
+
+/// A copy of an offloaded activation between device memory and host memory. Copies run one after another, in order.
+#[derive(Debug, Clone, Copy)]
+pub struct HostCopy {
+    /// The index of the copy in its program.
+    pub index: u32,
+    /// The device address.
+    pub address: u64,
+    /// The offset in host memory.
+    pub offset: u64,
+    /// Number of bytes.
+    pub bytes: u64,
+    /// True if the bytes are copied to the host, false if they are copied back.
+    pub to_host: bool,
 }
 
 /// Returns launches that run these kernels one after another.

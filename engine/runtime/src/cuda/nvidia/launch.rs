@@ -30,7 +30,7 @@ fn parts<'a>(instead: &'a Instead, index: usize, launch: &'a Launch) -> &'a [Lau
 impl Nvidia {
     /// Compiles and loads a kernel, unless it is loaded already.
     pub(super) fn load(&mut self, kernel: &Kernel) -> Result<(), DeviceError> {
-        if let Some(known) = self.functions.get_mut(&kernel.name) {
+        if let Some(known) = self.functions.get_mut(&(kernel.family, kernel.name.clone())) {
             return known.allow(kernel, &self.name);
         }
         let module = match self.modules.get(&kernel.family) {
@@ -52,7 +52,7 @@ impl Nvidia {
         let function = function.named(&self.name, &format!("finding {}", kernel.name))?;
         let mut function = Function::loaded(function, &kernel.name, &self.name, self.driver)?;
         function.allow(kernel, &self.name)?;
-        self.functions.insert(kernel.name.clone(), function);
+        self.functions.insert((kernel.family, kernel.name.clone()), function);
         Ok(())
     }
 
@@ -73,6 +73,11 @@ impl Nvidia {
                     continue;
                 }
                 Launch::Product(product) => product,
+                Launch::Copy(copy) => {
+                    self.copies.as_mut().map_or(Ok(()), |copies| copies.prepare(copy)).map_err(what_for)?;
+                    continue;
+                }
+                Launch::CopyEnd(_) => continue,
             };
             match self.products.choose(product).map_err(what_for)? {
                 Algorithm::Known => {}
@@ -94,22 +99,35 @@ impl Nvidia {
 
     /// Starts launches on the stream, one after another.
     pub(super) fn start_all(
-        &self,
+        &mut self,
         launches: &[Launch],
         instead: &Instead,
         describe: Describe<'_>,
     ) -> Result<(), DeviceError> {
         launches.iter().enumerate().try_for_each(|(index, launch)| {
             parts(instead, index, launch).iter().try_for_each(|part| {
+                let main = self.stream.handle();
                 let started = match part {
                     // SAFETY: the addresses come from a checked plan, in memory as large as the plan.
                     Launch::Kernel(kernel) => unsafe { self.start(kernel) },
                     // SAFETY: as above.
-                    Launch::Product(product) => unsafe { self.products.start(product, self.stream.handle()) },
+                    Launch::Product(product) => unsafe { self.products.start(product, main) },
+                    Launch::Copy(copy) => match &mut self.copies {
+                        // SAFETY: as above; host memory was reserved for all copies.
+                        Some(copies) => unsafe { copies.start(copy, main) },
+                        None => Err(self.unreserved()),
+                    },
+                    Launch::CopyEnd(index) => self.copies.as_mut().map_or(Ok(()), |copies| copies.end(*index, main)),
                 };
                 started.map_err(|error| error.during(&describe(index)))
             })
         })
+    }
+
+    /// Returns the error for a copy without [`reserve_host`](crate::cuda::Device::reserve_host).
+    fn unreserved(&self) -> DeviceError {
+        let what = "no host memory was reserved".into();
+        DeviceError::Driver { device: self.name.clone(), call: "copying an offloaded activation".into(), what }
     }
 
     /// Starts a kernel on the stream.
@@ -124,7 +142,7 @@ impl Nvidia {
         }
         let call =
             || format!("launching {} as {x} × {y} × {z} blocks of {block}, {shared_bytes} bytes shared", kernel.name);
-        let function = self.functions[&kernel.name].handle();
+        let function = self.functions[&(kernel.family, kernel.name.clone())].handle();
         let mut arguments = [kernel.arguments.as_ref().address().cast_mut()];
         let (grid, block) = ((x, y, z), (block, 1, 1));
         // SAFETY: the kernel takes one struct, which the driver copies before the call returns. The caller guarantees

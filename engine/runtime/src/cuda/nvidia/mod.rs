@@ -8,6 +8,7 @@ mod launch;
 mod tune;
 
 use std::collections::HashMap;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -17,6 +18,7 @@ use gapless_kernels::cuda::Family;
 use gapless_kernels::cuda::launch::{Features, Launch};
 
 use super::context::Context;
+use super::copies::Copies;
 use super::cublaslt::CublasLt;
 use super::device::{Describe, Device, DeviceError, DeviceMemory, Recording, time_from_here};
 use super::event::{self, Event};
@@ -46,9 +48,12 @@ pub struct Nvidia {
     cache: Cache,
     products: CublasLt,
     modules: HashMap<Family, sys::CUmodule>,
-    functions: HashMap<String, Function>,
+    functions: HashMap<(Family, String), Function>,
     memory: Option<Mapped>,
     graphs: Vec<sys::CUgraphExec>,
+    /// The folder of the file for offloaded activations; `None` if they stay in host memory.
+    offload_to: Option<PathBuf>,
+    copies: Option<Copies>,
     /// Device memory used besides the arena: for each cause, the bytes by which the use rose, in order.
     beside: Vec<(&'static str, u64)>,
     device: sys::CUdevice,
@@ -143,6 +148,8 @@ impl Nvidia {
             functions,
             memory,
             graphs,
+            offload_to: None,
+            copies: None,
             beside,
             device,
             context,
@@ -271,6 +278,19 @@ impl Device for Nvidia {
         }
     }
 
+    fn offload_to(&mut self, folder: &Path) {
+        self.offload_to = Some(folder.into());
+    }
+
+    fn reserve_host(&mut self, bytes: u64, largest: u64) -> Result<(), DeviceError> {
+        self.enter()?;
+        let before = self.in_use()?;
+        self.copies = Some(Copies::new(self.context, &self.name, self.offload_to.as_deref(), (bytes, largest))?);
+        let more = self.in_use()?.saturating_sub(before);
+        self.beside.extend((more > 0).then_some(("copies to the host", more)));
+        Ok(())
+    }
+
     fn write(&mut self, address: u64, bytes: &[u8]) -> Result<(), DeviceError> {
         self.enter()?;
         self.expect_inside(address, bytes.len(), "cuMemcpyHtoDAsync")?;
@@ -303,7 +323,11 @@ impl Device for Nvidia {
         // SAFETY: the stream belongs to this device and is not capturing.
         unsafe { result::stream::begin_capture(self.stream.handle(), mode) }
             .named(&self.name, "cuStreamBeginCapture")?;
-        let started = self.start_all(&launches, &instead, describe);
+        // All copies must end within the capture.
+        let started = self.start_all(&launches, &instead, describe).and_then(|()| {
+            let main = self.stream.handle();
+            self.copies.as_mut().map_or(Ok(()), |copies| copies.end_all(main))
+        });
         // The capture must end even after an error, because a capturing stream cannot be used for anything else.
         //
         // SAFETY: the capture was begun above.
@@ -383,7 +407,8 @@ impl Device for Nvidia {
 
     fn wait(&mut self) -> Result<(), DeviceError> {
         self.enter()?;
-        self.stream.synchronize()
+        self.stream.synchronize()?;
+        self.copies.as_ref().map_or(Ok(()), Copies::check)
     }
 
     fn exchange_id(&self) -> Result<String, String> {

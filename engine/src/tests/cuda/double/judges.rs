@@ -6,12 +6,13 @@ use super::{expect_well, folder};
 const VARIABLE: &str = "GAPLESS_DOUBLE_JUDGES";
 
 /// The tests that run if the variable is not set: replayed steps, steps of two kinds of models that run instruction
-/// by instruction, expert ranks whose arenas grow, and products with epilogues in both types.
-const FEW: [&str; 4] = [
+/// by instruction, expert ranks whose arenas grow, products with epilogues in both types, and copies to the host.
+const FEW: [&str; 5] = [
     "trainer::a_profile_is_a_step",
     "routing::a_rank_may_have_all_rows",
     "trainer::a_broken_step_is_named",
     "fused::products_with_epilogues_do_what_both_did",
+    "storage::offloaded_steps_are_those_without",
 ];
 
 /// Runs the selected tests, or those of [`FEW`].

@@ -20,6 +20,11 @@ EXPORTED int cuEventRecord(void* handle, void* stream) {
     Event* const event = state().events.find(call, handle);
     if (event == nullptr) return INVALID_HANDLE;
     if (event->context != call.context) return call.breaks(INVALID_HANDLE, "an event of another context");
+    if (is_capturing(stream)) {
+        capture(*event, (uint64_t)stream);
+        return SUCCESS;
+    }
+    event->captured_on = 0;
     // The event may be destroyed before it is reached.
     const Work work{"an event", [handle, reached = event->reached, number = ++event->recorded] {
                         *reached = number;
@@ -38,6 +43,14 @@ EXPORTED int cuStreamWaitEvent(void* stream, void* handle, unsigned flags) {
     const Event* const event = state().events.find(call, handle);
     if (event == nullptr) return INVALID_HANDLE;
     if (flags != 0) return call.breaks(INVALID_VALUE, "flags %u", flags);
+    if (event->captured_on != 0) {
+        Stream* const waiting = state().streams.find(call, stream);
+        return waiting == nullptr ? INVALID_HANDLE : capture_wait(call, *waiting, *event);
+    }
+    if (is_capturing(stream)) {
+        invalidate(stream);
+        return call.breaks(CAPTURED_EVENT, "a capturing stream waits for an event from outside of the capture");
+    }
     // Waits for the latest recording so far. Later recordings do not matter.
     const Work work{"a wait for an event", [reached = event->reached, number = event->recorded] {
                         return std::string(*reached < number ? Work::WAITS : "");

@@ -410,6 +410,24 @@ EXPORTED int cuMemcpyHtoDAsync_v2(uint64_t to, const void* from, uint64_t bytes,
     return double_enqueue(call.name, stream, &work);
 }
 
+// Copies in stream order. Only a copy to pinned memory returns before the stream reaches it.
+EXPORTED int cuMemcpyDtoHAsync_v2(void* to, uint64_t from, uint64_t bytes, void* stream) {
+    const Call call("cuMemcpyDtoHAsync", CONTEXT);
+    if (call.refused) return call.refused;
+    if (bytes == 0) return SUCCESS;
+    auto found = of_host().upper_bound((uint64_t)to);
+    const bool is_pinned = found != of_host().begin() && (--found, (uint64_t)to + bytes <= found->first + found->second.bytes);
+    if (!is_pinned) return call.breaks(INVALID_VALUE, "%p, %llu bytes: not in pinned memory", to, (unsigned long long)bytes);
+    if (!double_is_accessible(from, bytes))
+        return call.breaks(INVALID_VALUE, "%#llx, %llu bytes: not all mapped and accessible", (unsigned long long)from,
+                           (unsigned long long)bytes);
+    const Work work = {call.name, [to, from, bytes]() -> std::string {
+                           memcpy(to, (const void*)from, bytes);
+                           return "";
+                       }};
+    return double_enqueue(call.name, stream, &work);
+}
+
 EXPORTED int cuMemcpyDtoDAsync_v2(uint64_t to, uint64_t from, uint64_t bytes, void* stream) {
     const Call call("cuMemcpyDtoDAsync", CONTEXT);
     if (call.refused) return call.refused;

@@ -47,6 +47,10 @@ struct Stream {
     Mode mode = Mode::GLOBAL;
     std::thread::id thread;
     std::vector<Work> captured;
+    // The stream whose capture this one has joined by waiting for an event; 0 if it captures for itself.
+    uint64_t origin = 0;
+    // Number of captured items that the origin has waited for. They have moved to the origin.
+    uint64_t joined = 0;
 };
 
 struct Event {
@@ -59,6 +63,8 @@ struct Event {
     uint64_t recorded = 0;
     std::shared_ptr<uint64_t> reached = std::make_shared<uint64_t>(0);
     std::chrono::steady_clock::time_point at;
+    // The capturing stream on which the event was last recorded, or 0, and the number of items captured there before.
+    uint64_t captured_on = 0, captured_after = 0;
 
     bool is_reached() const { return *reached == recorded; }
 };
@@ -161,6 +167,10 @@ void give(uint64_t bytes);
 bool is_capturing(const void* stream);
 // Makes a capture fail.
 void invalidate(void* stream);
+// Records an event on a capturing stream.
+void capture(Event& event, uint64_t stream);
+// Lets a stream wait for an event of a capture. Returns a Result.
+int capture_wait(const Judged& call, Stream& stream, const Event& event);
 
 // The result of running a stream that waits for another stream.
 static constexpr int WAITING = -1;

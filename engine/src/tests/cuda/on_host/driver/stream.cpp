@@ -142,6 +142,52 @@ void invalidate(void* handle) {
     if (found != state().streams.all.end()) found->second->is_invalidated = true;
 }
 
+void capture(Event& event, uint64_t stream) {
+    const Stream& on = *state().streams.all.at(stream);
+    event.captured_on = stream;
+    event.captured_after = on.joined + on.captured.size();
+}
+
+int capture_wait(const Judged& call, Stream& stream, const Event& event) {
+    const auto found = state().streams.all.find(event.captured_on);
+    if (found == state().streams.all.end() || !found->second->is_capturing)
+        return call.breaks(CAPTURED_EVENT, "the event's last recording was captured, and the capture has ended");
+    Stream& on = *found->second;
+    const uint64_t origin = on.origin != 0 ? on.origin : event.captured_on;
+    if (!stream.is_capturing) {
+        // The stream joins the capture.
+        stream.is_capturing = true;
+        stream.is_invalidated = false;
+        stream.mode = on.mode;
+        stream.thread = on.thread;
+        stream.origin = origin;
+        stream.joined = 0;
+        return SUCCESS;
+    }
+    // Items of another stream run where the origin waits for them, which is as late as possible.
+    if (on.origin != 0 && &stream == state().streams.all.at(origin).get()) {
+        const uint64_t count = event.captured_after > on.joined ? event.captured_after - on.joined : 0;
+        for (uint64_t i = 0; i < count; ++i) stream.captured.push_back(std::move(on.captured[i]));
+        on.captured.erase(on.captured.begin(), on.captured.begin() + long(count));
+        on.joined += count;
+    }
+    return SUCCESS;
+}
+
+// Ends the capture of all streams that have joined the capture of `origin`. Returns true if some of their work was not
+// waited for.
+static bool end_joined(const void* origin) {
+    bool is_unjoined = false;
+    for (auto& [handle, stream] : state().streams.all) {
+        if (stream->origin != (uint64_t)origin) continue;
+        is_unjoined |= !stream->captured.empty();
+        stream->captured.clear();
+        stream->is_capturing = false;
+        stream->origin = 0;
+    }
+    return is_unjoined;
+}
+
 EXPORTED int double_enqueue(const char* name, void* handle, const Work* work) {
     const Judged call{name};
     std::unique_lock<std::recursive_mutex> lock(state().lock);
@@ -177,6 +223,7 @@ EXPORTED int cuStreamEndCapture(void* handle, void** graph) {
     if (call.refused) {
         // The capture ends even if this call is refused.
         stream->is_capturing = false;
+        end_joined(handle);
         stream->captured.clear();
         return call.refused;
     }
@@ -184,11 +231,14 @@ EXPORTED int cuStreamEndCapture(void* handle, void** graph) {
     if (!stream->is_capturing) return call.breaks(INVALID_VALUE, "it does not capture");
     if (stream->mode != Mode::RELAXED && stream->thread != std::this_thread::get_id())
         return call.breaks(CAPTURE_WRONG_THREAD, "begun by another thread");
+    if (stream->origin != 0) return call.breaks(CAPTURE_UNMATCHED, "another stream has begun the capture");
     stream->is_capturing = false;
+    const bool is_unjoined = end_joined(handle);
     Graph made;
     made.nodes.swap(stream->captured);
     *graph = nullptr;
     if (stream->is_invalidated) return CAPTURE_INVALIDATED;
+    if (is_unjoined) return call.breaks(CAPTURE_UNJOINED, "work of another stream was not waited for");
     *graph = state().graphs.add(std::move(made));
     return SUCCESS;
 }
@@ -205,6 +255,19 @@ EXPORTED int cuGraphInstantiateWithFlags(void** executable, void* handle, unsign
     made.bytes = (made.nodes.size() * NODE_BYTES + GRAPH_PAGE - 1) / GRAPH_PAGE * GRAPH_PAGE;
     *executable = state().executables.add(std::move(made));
     return SUCCESS;
+}
+
+// Calls a function of the host when the stream reaches it.
+EXPORTED int cuLaunchHostFunc(void* stream, void (*function)(void*), void* argument) {
+    const Call call("cuLaunchHostFunc", CONTEXT);
+    if (call.refused) return call.refused;
+    if (function == nullptr) return call.breaks(INVALID_VALUE, "no function");
+    const Work work{"a function of the host", [function, argument]() -> std::string {
+                        function(argument);
+                        return "";
+                    },
+                    false};
+    return double_enqueue("cuLaunchHostFunc", stream, &work);
 }
 
 // Uploads a graph to the device. This takes memory, unless the graph was uploaded before.

@@ -8,7 +8,7 @@ use crate::error::{Error, Result};
 
 /// An unnamed temporary file. The operating system deletes it when the process ends, even if the process is killed.
 #[derive(Debug)]
-pub(super) struct OffloadFile(File);
+pub(crate) struct OffloadFile(File);
 
 impl OffloadFile {
     /// Creates a file of `bytes` bytes.
@@ -16,9 +16,13 @@ impl OffloadFile {
     /// # Errors
     /// Returns an error if the file cannot be created in `folder`.
     pub fn new(folder: &Path, bytes: u64) -> Result<Self> {
-        let file = tempfile::tempfile_in(folder).and_then(|file| file.set_len(bytes).map(|()| file));
         let what = || format!("cannot create a file of {bytes} bytes in {}", folder.display());
-        file.map(Self).map_err(|source| Error::Offload { what: what(), source })
+        Self::of_bytes(folder, bytes).map_err(|source| Error::Offload { what: what(), source })
+    }
+
+    /// Creates a file like [`Self::new`].
+    pub fn of_bytes(folder: &Path, bytes: u64) -> io::Result<Self> {
+        tempfile::tempfile_in(folder).and_then(|file| file.set_len(bytes).map(|()| Self(file)))
     }
 
     /// Writes bytes at an offset of the file.

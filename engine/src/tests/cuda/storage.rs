@@ -1,0 +1,112 @@
+//! Activations that are compressed, or offloaded to the host, between forward and backward.
+
+use candle_core::{DType, Layout};
+use gapless_graph::Stream;
+
+use super::host;
+use super::judge::{Stored, judge};
+use super::processor::device;
+use super::small::{Small, Style};
+use super::trainer::{expect_near, options, step};
+use crate::graph::Spec;
+use crate::ops::{Compress, Expand, packed};
+use crate::{MemoryOptions, Op, StepOptions, TrainOptions, Trainer};
+
+/// Elements of a group that are whole multiples of the group's step have exact codes, whatever the order of rounding.
+#[test]
+fn elements_are_compressed_and_restored() {
+    if !host::is_there() {
+        return;
+    }
+    // Groups of whole packs, rows of other lengths, and several groups per row.
+    for dims in [&[2, 4, 128][..], &[3, 5, 7], &[2, 300], &[2, 520]] {
+        for dtype in [DType::F32, DType::BF16] {
+            let spec = Spec { shape: dims.to_vec().into(), dtype };
+            let data = (0..spec.elements()).map(|i| match i % 7 {
+                0 => 0.0,
+                1 => 255.0,
+                _ => (i * 37 % 256) as f64,
+            });
+            let of = |data: Vec<f64>, spec: &Spec| Stored {
+                data,
+                layout: Layout::contiguous(spec.shape.clone()),
+                dtype: spec.dtype,
+            };
+            let whole = packed(&spec);
+            let stream = Stream::new(1, 1, 0);
+            let x = of(data.collect(), &spec);
+            assert!(judge(&Compress, &[x], std::slice::from_ref(&spec), &whole, stream));
+            let elements = |spec: &Spec, f: &dyn Fn(usize) -> f64| of((0..spec.elements()).map(f).collect(), spec);
+            let inputs = [elements(&whole[0], &|i| (i % 256) as f64), elements(&whole[1], &|i| 0.25 * (i % 9) as f64)];
+            assert!(judge(
+                &Expand(spec.clone()),
+                &inputs,
+                &whole,
+                &Expand(spec.clone()).infer(&whole).unwrap(),
+                stream
+            ));
+        }
+    }
+}
+
+fn trainer(change: impl FnOnce(&mut MemoryOptions), is_on_device: bool) -> Trainer {
+    let mut memory = MemoryOptions::default();
+    change(&mut memory);
+    let options = TrainOptions { step: StepOptions { micro_batches: 2, memory, ..options().step }, ..options() };
+    let builder = Trainer::builder(|vb| Small::new(Style::Gpt, vb), options);
+    if is_on_device { builder.on_device(device()) } else { builder }.build().unwrap()
+}
+
+fn names(all: &[&str]) -> Vec<String> {
+    all.iter().map(|name| (*name).to_owned()).collect()
+}
+
+/// Steps with compressed activations have the losses of the CPU.
+#[test]
+fn compressed_steps_are_those_of_the_cpu() {
+    if !host::is_there() {
+        return;
+    }
+    let [mut cpu, mut gpu] =
+        [false, true].map(|is_on_device| trainer(|memory| memory.compress = names(&["linear", "gelu"]), is_on_device));
+    for _ in 0..12 {
+        let (on_cpu, on_gpu) = (step(&mut cpu).unwrap(), step(&mut gpu).unwrap());
+        expect_near("the loss", on_gpu[0], on_cpu[0], super::gpu::allowed(2e-5, 2e-4) as f32);
+    }
+}
+
+/// Steps that offload have the losses of steps that do not, up to the rounding of operations that are not fused around a
+/// copy. Host memory and a file give the same bits, recorded and launch by launch. The plan of the host has the bytes
+/// that it has on the CPU.
+#[test]
+fn offloaded_steps_are_those_without() {
+    if !host::is_there() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let offload = |memory: &mut MemoryOptions| memory.offload = names(&["linear", "attention"]);
+    let mut kept = trainer(|_| {}, true);
+    let mut in_memory = trainer(offload, true);
+    let in_file = |memory: &mut MemoryOptions| {
+        offload(memory);
+        memory.offload_to = Some(folder.path().into());
+    };
+    let mut in_file = trainer(in_file, true);
+    let bytes = in_memory.report().host_bytes;
+    assert!(bytes > 0 && bytes == trainer(offload, false).report().host_bytes);
+    for index in 0..12 {
+        let expected = step(&mut kept).unwrap();
+        if index == 3 {
+            let [tokens, targets] = super::trainer::batch(index);
+            let times = in_memory.profile(&tokens, &targets).unwrap();
+            for operation in ["offloaded", "fetched"] {
+                assert!(times.iter().any(|timed| timed.operation == operation), "{operation}");
+            }
+            step(&mut in_file).unwrap();
+            continue;
+        }
+        let got = step(&mut in_memory).unwrap();
+        assert_eq!(step(&mut in_file).unwrap(), got);
+        got.iter().zip(expected).for_each(|(&got, expected)| expect_near("loss or norm", got, expected, 2e-5));
+    }
+}
