@@ -6,7 +6,8 @@
 //!
 //! `FOLDER` has `loops.py`, and `FAKECUDA_LIBDIR` the simulated driver (see the folder's README). Each loop runs with
 //! PyTorch's allocator in its two modes, with a plan that is made in the run, and with the plan that this run has saved.
-//! Then each runs on a device with 1 % more memory than the most bytes that are requested at once.
+//! Then each runs on a device with 1 % more memory than the most bytes that are requested at once. Calls are those that map
+//! or unmap memory after the first iteration.
 
 use std::path::PathBuf;
 use std::process::Command;
@@ -49,7 +50,7 @@ fn main() -> Result<(), Failure> {
     let example = std::env::current_exe()?;
     let library = example.ancestors().nth(2).ok_or("no target folder")?.join("deps/libgapless_torch.so");
     let scratch = std::env::temp_dir().join(format!("gapless-torch-loops-{}", std::process::id()));
-    let (python, size, iterations) = ("python3".into(), "full".into(), "6".into());
+    let (python, size, iterations) = ("python3".into(), "full".into(), "20".into());
     let mut bench = Bench { folder: folder.into(), python, size, iterations, library, scratch };
     while let Some(flag) = arguments.next() {
         let value = arguments.next().ok_or_else(|| format!("{flag} needs a value"))?;
@@ -63,7 +64,8 @@ fn main() -> Result<(), Failure> {
     std::fs::create_dir_all(&bench.scratch)?;
     println!("device's peak ÷ most bytes requested at once (rounded to 512)");
     println!(
-        "loop                      most requested  default  expandable  planned in the run  saved plan  | on a card 1 % larger"
+        "{:<24} {:>15}  {:>7}  {:>10}  {:>18}  {:>10}  {:>12}  | on a card 1 % larger",
+        "loop", "most requested", "default", "expandable", "planned in the run", "saved plan", "calls"
     );
     for loop_ in LOOPS {
         bench.row(loop_)?;
@@ -78,9 +80,11 @@ impl Bench {
         let ours = self.library.to_str().ok_or("the library's path is not UTF-8")?;
         let whole = 80.0;
         let recorded = self.run(loop_, ours, whole)?;
-        let report: Value = serde_json::from_slice(&std::fs::read(self.report())?)?;
-        let most = report[0]["most_requested"].as_u64().ok_or("the report has no most_requested")?;
+        let (most, calls) = (self.figure("most_requested")?, self.figure("later_device_calls")?);
         let saved = self.run(loop_, ours, whole)?;
+        let saved_calls = self.figure("later_device_calls")?;
+        // Only a saved plan is played in all iterations.
+        let is_planned = self.figure("exact_iterations")? == self.figure("iterations")?;
         let (default, expandable) = (self.run(loop_, "default", whole)?, self.run(loop_, "expandable", whole)?);
         let small = most as f64 * 1.01 / (1u64 << 30) as f64;
         let fits = |run: Run| if run.out_of_memory { "out of memory" } else { "runs" };
@@ -88,11 +92,12 @@ impl Bench {
         let [tight_default, tight_expandable, tight_ours] = tight;
         let ratio = |run: &Run| run.peak as f64 / most as f64;
         println!(
-            "{name:<24} {most:>15}  {:>7.4}  {:>10.4}  {:>18.4}  {:>10.4}  | default {}, expandable {}, gapless {}",
+            "{name:<24} {most:>15}  {:>7.4}  {:>10.4}  {:>18.4}  {:>10}  {:>12}  | default {}, expandable {}, gapless {}",
             ratio(&default),
             ratio(&expandable),
             ratio(&recorded),
-            ratio(&saved),
+            if is_planned { format!("{:.4}", ratio(&saved)) } else { "not saved".into() },
+            format!("{calls}, {saved_calls}"),
             tight_default?,
             tight_expandable?,
             tight_ours?,
@@ -101,6 +106,12 @@ impl Bench {
             std::fs::remove_file(file?.path())?;
         }
         Ok(())
+    }
+
+    /// A figure of the last run's report.
+    fn figure(&self, name: &str) -> Result<u64, Failure> {
+        let report: Value = serde_json::from_slice(&std::fs::read(self.report())?)?;
+        Ok(report[0][name].as_u64().ok_or_else(|| format!("the report has no {name}"))?)
     }
 
     fn report(&self) -> PathBuf {
@@ -112,7 +123,7 @@ impl Bench {
         command.arg("-B").arg(self.folder.join("loops.py")).arg(name).args(checkpoint.then_some("--checkpoint"));
         command.args(["--size", &self.size, "--iterations", &self.iterations, "--allocator", allocator]);
         command.args(["--gib", &gib.to_string()]).env("GAPLESS_TORCH_REPORT", self.report());
-        command.env("GAPLESS_TORCH_PLAN", self.scratch.join("plan")).env("GAPLESS_TORCH_WAIT", "1");
+        command.env("GAPLESS_TORCH_PLAN", self.scratch.join("plan"));
         let output = command.output()?;
         let errors = String::from_utf8_lossy(&output.stderr);
         // Without the Python package, a request without memory gets a null pointer, which PyTorch reports like this.

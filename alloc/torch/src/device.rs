@@ -1,7 +1,8 @@
-//! The allocator of one device: it records iterations, plans them when they repeat, and plays the plan.
+//! The allocator of one device: it records iterations, plans the first one and those that repeat, and plays the plan.
 //!
 //! ```text
-//! record ──two equal iterations──▶ plan (a thread) ──next iteration──▶ play ──two equal, other iterations──▶ plan
+//! record ──first iteration──▶ predict ──second is as predicted──▶ play ──two equal, other iterations──▶ plan
+//!                               └───────second is another───────▶ record ──two equal iterations──▶ plan (a thread) ──▶ play
 //! ```
 
 use std::collections::HashMap;
@@ -57,6 +58,16 @@ pub struct OutOfMemory {
 /// The number of iterations from the start that a saved plan may have.
 const MOST_SAVED: usize = 16;
 
+/// The number of requests without a free between them from which on the first iteration's requests are expected to stay.
+/// An optimizer requests its states like this; a forward frees something every few requests.
+const RUN_THAT_STAYS: u32 = 4;
+
+/// The iteration from which on a job without a plan has a reserve: its iterations do not repeat.
+const RESERVE_FROM: u64 = 4;
+
+/// The reserve is the most bytes requested, divided by this.
+const RESERVE_SHARE: u64 = 100;
+
 /// A living request.
 #[derive(Debug)]
 struct Block {
@@ -82,6 +93,8 @@ struct Limbo {
 struct Planning {
     thread: JoinHandle<Result<Script, NoPlan>>,
     iteration: Arc<Iteration>,
+    /// True if the plan is for the second iteration, which has not begun.
+    predicted: bool,
     start: Instant,
 }
 
@@ -102,6 +115,12 @@ pub struct Device {
     /// This iteration so far.
     recording: Iteration,
     requests: u32,
+    /// Requests since the last free.
+    run: u32,
+    /// True while the second iteration plays the plan that was made from the first one.
+    predicted: bool,
+    /// Device calls up to the end of the first iteration.
+    first_calls: u64,
     previous: Arc<Iteration>,
     /// All iterations from the start, while a plan for the next run can begin with them.
     history: Vec<Arc<Iteration>>,
@@ -126,6 +145,9 @@ impl Device {
             refused: Arc::default(),
             recording: Iteration::default(),
             requests: 0,
+            run: 0,
+            predicted: false,
+            first_calls: 0,
             previous: Arc::default(),
             history: Vec::new(),
             checker: options.check.then(Checker::default),
@@ -172,6 +194,7 @@ impl Device {
         self.recording.events.push(Event::Allocate { bytes, stream });
         let index = self.requests;
         self.requests += 1;
+        self.run += 1;
         let block = Block { bytes, stream, iteration: self.report.iterations, index, planned, uses: Vec::new() };
         self.report.requests += 1;
         self.report.alive += bytes;
@@ -191,6 +214,7 @@ impl Device {
     pub fn free(&mut self, address: u64) -> bool {
         let Some(key) = self.living.get(&address).map(|block| self.key(block)) else { return false };
         let event = Event::Free(key);
+        self.run = 0;
         self.recording.events.push(event);
         let exact = self.follow(event);
         let Some(Block { bytes, stream, planned, uses, .. }) = self.living.remove(&address) else { return false };
@@ -238,7 +262,8 @@ impl Device {
         self.living.get(&address).map_or(0, |block| block.uses.len())
     }
 
-    /// Ends an iteration: plans it if it repeats the one before and no plan has it, and takes up a plan that is ready.
+    /// Ends an iteration: plans it if it is the first, or repeats the one before and no plan has it, and takes up a plan
+    /// that is ready.
     pub fn step(&mut self) {
         self.report.iterations += 1;
         self.requests = 0;
@@ -250,18 +275,37 @@ impl Device {
         }
         let exact = self.player.as_ref().is_some_and(|player| player.exact);
         self.report.exact_iterations += u64::from(exact);
+        let predicted = std::mem::take(&mut self.predicted);
+        if predicted && !exact {
+            self.give_up_plan();
+        }
         self.return_to_plan();
         match exact {
             true => {
                 self.previous = Arc::default();
-                self.extend_history(Arc::new(recorded), true);
+                self.extend_history(Arc::new(recorded), !predicted);
+                if predicted {
+                    self.save();
+                }
             }
+            false if self.report.iterations == 1 && self.player.is_none() => self.predict(recorded),
             false => self.plan_if_it_repeats(recorded),
         }
-        let ready = self.options.wait_for_plan || self.planning.as_ref().is_some_and(|p| p.thread.is_finished());
+        // The first plan is waited for, because the second iteration is the first one with everything that stays.
+        let is_ready = |planning: &Planning| planning.predicted || planning.thread.is_finished();
+        let ready = self.options.wait_for_plan || self.planning.as_ref().is_some_and(is_ready);
         if ready && let Some(planning) = self.planning.take() {
             self.take_up(planning);
         }
+        if self.report.iterations == 1 {
+            self.first_calls = self.heap.device_calls();
+        }
+        self.heap.reserve = match self.player {
+            None if self.report.iterations >= RESERVE_FROM => {
+                self.report.most_requested + self.report.most_requested / RESERVE_SHARE
+            }
+            _ => 0,
+        };
         let written = self.options.wait_for_plan || self.saving.as_ref().is_some_and(JoinHandle::is_finished);
         if written && let Some(thread) = self.saving.take() {
             let result = thread.join().unwrap_or_else(|_| Err("the thread that saves the plan panicked".into()));
@@ -283,6 +327,10 @@ impl Device {
             reserved: self.heap.mapped(),
             most_reserved: self.heap.most_mapped(),
             device_calls: self.heap.device_calls(),
+            later_device_calls: match self.report.iterations {
+                0 => 0,
+                _ => self.heap.device_calls() - self.first_calls,
+            },
             planned: script.map_or(0, |script| script.height),
             lower_bound: script.map_or(0, |script| script.lower_bound),
             remark: match (&self.report.remark, &self.saved_remark) {
@@ -313,6 +361,9 @@ impl Device {
     /// The planned address of a request, if the plan has one that is idle.
     fn planned(&mut self, bytes: u64, stream: Stream) -> Option<(u64, (usize, usize))> {
         let player = self.player.as_mut()?;
+        if self.predicted && self.recording.events.is_empty() {
+            player.begin_with(Event::Allocate { bytes, stream });
+        }
         if player.exact {
             let index = player.position();
             if player.expects(Event::Allocate { bytes, stream }) {
@@ -334,7 +385,12 @@ impl Device {
 
     /// Serves a request without a plan.
     fn online(&mut self, bytes: u64, stream: Stream) -> Result<u64, PagesError> {
-        if let Some(address) = self.heap.take(bytes, stream) {
+        let stays = self.player.is_none() && self.report.iterations == 0 && self.run >= RUN_THAT_STAYS;
+        let idle = match stays {
+            true => self.heap.take_beside_last(bytes, stream),
+            false => self.heap.take(bytes, stream),
+        };
+        if let Some(address) = idle {
             return Ok(address);
         }
         if let Some(address) = self.heap.take_from_others(bytes, stream, false) {
@@ -444,33 +500,56 @@ impl Device {
         true
     }
 
+    /// Starts a plan for the second iteration, which is expected to ask for what the first one asks for, but for what stays.
+    fn predict(&mut self, recorded: Iteration) {
+        let iteration = Arc::new(recorded.without_what_stays());
+        self.previous = Arc::new(recorded);
+        self.extend_history(self.previous.clone(), false);
+        if !iteration.events.is_empty() {
+            self.start_planning(iteration, true);
+        }
+    }
+
     /// Starts a plan if the iteration is equal to the one before it and the script that is played does not end with it.
     fn plan_if_it_repeats(&mut self, recorded: Iteration) {
         let repeats = recorded == *self.previous && !recorded.events.is_empty();
         self.previous = Arc::new(recorded);
         self.extend_history(self.previous.clone(), false);
-        let is_played = (self.player.as_ref())
-            .is_some_and(|player| player.script.iterations[player.script.last()].events == self.previous.events);
-        if !repeats || is_played || self.planning.is_some() || self.refused == self.previous {
+        // Play does not return to a region in which another tensor stays. Then the plan gets another region.
+        let is_played = self.player.as_ref().is_some_and(|player| {
+            player.exact && player.script.iterations[player.script.last()].events == self.previous.events
+        });
+        if repeats && !is_played && self.planning.is_none() && self.refused != self.previous {
+            self.start_planning(self.previous.clone(), false);
+            self.save();
+        }
+    }
+
+    fn start_planning(&mut self, iteration: Arc<Iteration>, predicted: bool) {
+        let planned = iteration.clone();
+        let thread = std::thread::spawn(move || Script::plan(&[&planned]));
+        self.planning = Some(Planning { thread, iteration, predicted, start: Instant::now() });
+    }
+
+    /// Plans all iterations so far for the next run, and writes that plan.
+    fn save(&mut self) {
+        let Some(path) = self.options.saved_plan.clone() else { return };
+        if self.history.len() as u64 != self.report.iterations || self.saving.is_some() {
             return;
         }
-        let (iteration, recorded) = (self.previous.clone(), self.previous.clone());
-        let thread = std::thread::spawn(move || Script::plan(&[&recorded]));
-        self.planning = Some(Planning { thread, iteration, start: Instant::now() });
-        if let Some(path) = self.options.saved_plan.clone()
-            && self.history.len() as u64 == self.report.iterations
-            && self.saving.is_none()
+        let mut history = std::mem::take(&mut self.history);
+        // The last iteration repeats, so it is needed once.
+        if let [.., before, last] = &history[..]
+            && before == last
         {
-            // The last iteration is equal to the one before, so the saved plan need not have it.
-            let mut history = std::mem::take(&mut self.history);
             history.pop();
-            let save = move || {
-                let iterations: Vec<&Iteration> = history.iter().map(|iteration| &**iteration).collect();
-                let script = Script::plan(&iterations).map_err(|error| error.to_string())?;
-                saved::write(&path, &script).map_err(|error| error.to_string())
-            };
-            self.saving = Some(std::thread::spawn(save));
         }
+        let save = move || {
+            let iterations: Vec<&Iteration> = history.iter().map(|iteration| &**iteration).collect();
+            let script = Script::plan(&iterations).map_err(|error| error.to_string())?;
+            saved::write(&path, &script).map_err(|error| error.to_string())
+        };
+        self.saving = Some(std::thread::spawn(save));
     }
 
     /// Keeps an iteration for the next run's plan, if all before it were kept. Nothing more is kept once the iteration that
@@ -501,8 +580,9 @@ impl Device {
                 false
             }
         };
-        if !is_played {
-            self.refused = planning.iteration;
+        match is_played {
+            true => self.predicted = planning.predicted,
+            false => self.refused = planning.iteration,
         }
     }
 
@@ -510,13 +590,7 @@ impl Device {
     /// cannot be played; the remark then says why.
     fn play(&mut self, script: Script) -> bool {
         self.report.remark = None;
-        self.deviate();
-        for block in self.living.values_mut() {
-            if block.planned.take().is_some() {
-                self.report.online += block.bytes;
-            }
-        }
-        self.player = None;
+        self.give_up_plan();
         if script.height == 0 {
             self.report.remark = Some("an iteration frees nothing that it requests, so nothing is planned".into());
             return false;
@@ -536,6 +610,17 @@ impl Device {
                 false
             }
         }
+    }
+
+    /// Plays no plan from now on. The region's idle bytes become the heap's.
+    fn give_up_plan(&mut self) {
+        self.deviate();
+        for block in self.living.values_mut() {
+            if block.planned.take().is_some() {
+                self.report.online += block.bytes;
+            }
+        }
+        self.player = None;
     }
 
     /// Makes memory idle whose other streams are done; with `wait`, waits for them.

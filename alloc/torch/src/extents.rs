@@ -73,6 +73,12 @@ impl Extents {
         Some(Extent { start, bytes: found, stream })
     }
 
+    /// The largest range of a stream.
+    pub fn largest(&self, stream: Stream) -> Option<Extent> {
+        let &(_, bytes, start) = self.by_size.range((stream, 0, 0)..=(stream, u64::MAX, u64::MAX)).next_back()?;
+        Some(Extent { start, bytes, stream })
+    }
+
     /// All streams with a range.
     pub fn streams(&self) -> Vec<Stream> {
         let mut streams = Vec::new();

@@ -21,6 +21,8 @@ pub(crate) struct Heap {
     addresses: Range<u64>,
     mapped: u64,
     most_mapped: u64,
+    /// Up to so many mapped bytes, new pages are created before idle ones are moved.
+    pub reserve: u64,
     /// Calls that mapped or unmapped pages.
     device_calls: u64,
 }
@@ -42,6 +44,7 @@ impl Heap {
             addresses: base..base + bytes,
             mapped: 0,
             most_mapped: 0,
+            reserve: 0,
             device_calls: 0,
         })
     }
@@ -103,6 +106,28 @@ impl Heap {
         self.idle.take(bytes, stream)
     }
 
+    /// Takes the first bytes of the stream's largest idle range. So requests that follow one another lie side by side,
+    /// whatever is freed between other requests. If most idle memory lies elsewhere, its pages are moved to that range
+    /// first. If the range is too small, new pages make it larger.
+    pub fn take_beside_last(&mut self, bytes: u64, stream: Stream) -> Option<u64> {
+        let largest = self.idle.largest(stream);
+        let spread = self.idle.bytes() - largest.map_or(0, |extent| extent.bytes);
+        if spread > largest.map_or(0, |extent| extent.bytes).max(16 * self.pages.page()) {
+            self.gather(largest, stream);
+        }
+        match self.idle.largest(stream).filter(|extent| extent.bytes >= bytes) {
+            Some(extent) => {
+                self.idle.cut(extent, extent.start, bytes);
+                Some(extent.start)
+            }
+            None => {
+                let last = self.unmapped.iter().max_by_key(|&(_, &size)| size)?;
+                let place = self.growth_at(last, bytes, stream)?;
+                self.grow_at(place, bytes, stream).ok()
+            }
+        }
+    }
+
     /// Takes exactly these bytes if they are idle and the stream may use them.
     pub fn take_at(&mut self, start: u64, bytes: u64, stream: Stream) -> bool {
         self.idle.take_at(start, bytes, stream)
@@ -157,9 +182,18 @@ impl Heap {
     /// # Errors
     /// Returns the driver's error. Idle pages may then have been returned to the device.
     pub fn grow(&mut self, bytes: u64, stream: Stream) -> Result<u64, PagesError> {
-        let place = self.growth(bytes, stream).ok_or(PagesError::OutOfMemory)?;
-        self.move_pages_aside(place.pages_bytes, Some((place.start, place.start + bytes)));
-        self.map(place.pages_start, place.pages_bytes)?;
+        let places = self.unmapped.iter().filter_map(|hole| self.growth_at(hole, bytes, stream));
+        let place = places.min_by_key(|place| (place.pages_bytes, place.start)).ok_or(PagesError::OutOfMemory)?;
+        self.grow_at(place, bytes, stream)
+    }
+
+    fn grow_at(&mut self, place: Growth, bytes: u64, stream: Stream) -> Result<u64, PagesError> {
+        // To move a page, the host waits for the work that used it; a new one needs no wait, but memory.
+        let within_reserve = self.mapped + place.pages_bytes <= self.reserve;
+        if !within_reserve || self.map(place.pages_start, place.pages_bytes).is_err() {
+            self.move_pages_aside(place.pages_bytes, Some((place.start, place.start + bytes)));
+            self.map(place.pages_start, place.pages_bytes)?;
+        }
         self.idle.insert(place.pages_start, place.pages_bytes, stream);
         assert!(self.idle.take_at(place.start, bytes, stream), "pages were mapped for these bytes");
         Ok(place.start)
@@ -205,34 +239,40 @@ impl Heap {
         self.pages.trim();
     }
 
-    /// The place where a request needs the fewest new pages.
-    fn growth(&self, bytes: u64, stream: Stream) -> Option<Growth> {
+    /// Moves idle pages that lie elsewhere to the largest range of addresses without memory. An idle range that ends there
+    /// grows by them.
+    fn gather(&mut self, largest: Option<Extent>, stream: Stream) {
+        let Some((&hole, &size)) = self.unmapped.iter().max_by_key(|&(_, &size)| size) else { return };
+        let keep = largest.filter(|extent| extent.end() == hole).map(|extent| (extent.start, extent.end()));
+        let bytes = self.move_pages_aside(size, keep);
+        if bytes > 0 && self.map(hole, bytes).is_ok() {
+            self.idle.insert(hole, bytes, stream);
+        }
+    }
+
+    /// The place for a request in a range of addresses without memory, and in idle memory at its ends, where the fewest
+    /// pages are needed.
+    fn growth_at(&self, (&hole, &size): (&u64, &u64), bytes: u64, stream: Stream) -> Option<Growth> {
         let page = self.pages.page();
         let usable = |extent: Option<Extent>| extent.filter(|e| e.stream == stream).map_or(0, |e| e.bytes);
-        let places = self.unmapped.iter().filter_map(|(&hole, &size)| {
-            let below = usable(self.idle.ending_at(hole));
-            let above = usable(self.idle.starting_at(hole + size));
-            let from_below = bytes.saturating_sub(below).next_multiple_of(page).max(page);
-            let from_above = bytes.saturating_sub(above).next_multiple_of(page).max(page);
-            if above > below && from_above < from_below && from_above <= size {
-                let pages_start = hole + size - from_above;
-                Some(Growth { pages_start, pages_bytes: from_above, start: pages_start })
-            } else if from_below <= size {
-                Some(Growth { pages_start: hole, pages_bytes: from_below, start: hole - below })
-            } else {
-                (below + size + above >= bytes).then_some(Growth {
-                    pages_start: hole,
-                    pages_bytes: size,
-                    start: hole - below,
-                })
-            }
-        });
-        places.min_by_key(|place| (place.pages_bytes, place.start))
+        let below = usable(self.idle.ending_at(hole));
+        let above = usable(self.idle.starting_at(hole + size));
+        let from_below = bytes.saturating_sub(below).next_multiple_of(page).max(page);
+        let from_above = bytes.saturating_sub(above).next_multiple_of(page).max(page);
+        if above > below && from_above < from_below && from_above <= size {
+            let pages_start = hole + size - from_above;
+            Some(Growth { pages_start, pages_bytes: from_above, start: pages_start })
+        } else if from_below <= size {
+            Some(Growth { pages_start: hole, pages_bytes: from_below, start: hole - below })
+        } else {
+            let fits = below + size + above >= bytes;
+            fits.then_some(Growth { pages_start: hole, pages_bytes: size, start: hole - below })
+        }
     }
 
     /// Unmaps idle pages, from the smallest idle ranges first, until `bytes` are set aside. Leaves ranges alone that
-    /// touch `keep`.
-    fn move_pages_aside(&mut self, bytes: u64, keep: Option<(u64, u64)>) {
+    /// touch `keep`. Returns the bytes of the pages.
+    fn move_pages_aside(&mut self, bytes: u64, keep: Option<(u64, u64)>) -> u64 {
         let page = self.pages.page();
         let whole = |extent: &Extent| (extent.start.next_multiple_of(page), extent.end() / page * page);
         let kept = |e: &Extent| keep.is_some_and(|(start, end)| e.start < end && start < e.end());
@@ -255,6 +295,7 @@ impl Heap {
             self.unmap(first, end - first);
             aside += end - first;
         }
+        aside
     }
 
     fn map(&mut self, start: u64, bytes: u64) -> Result<(), PagesError> {
@@ -300,4 +341,37 @@ struct Growth {
     pages_bytes: u64,
     /// The request's first address.
     start: u64,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::pages::CountedPages;
+
+    /// Within the reserve, new pages are created; beyond it, or on a full device, idle pages are moved.
+    #[test]
+    fn a_reserve_spares_moves() {
+        const PAGE: u64 = 2 << 20;
+        for (reserve, device, mapped) in [(0, 100, 4), (100, 100, 6), (5, 100, 4), (100, 4, 4)] {
+            let mut heap = Heap::new(Box::new(CountedPages::new(device * PAGE))).unwrap();
+            let first = heap.grow(2 * PAGE, 0).unwrap();
+            heap.grow(PAGE, 0).unwrap();
+            heap.give(first, 2 * PAGE, 0);
+            heap.reserve = reserve * PAGE;
+            heap.grow(3 * PAGE, 0).unwrap();
+            assert_eq!(heap.mapped(), mapped * PAGE, "{reserve} {device}");
+        }
+    }
+
+    /// Requests that stay lie side by side, in pages that were idle elsewhere.
+    #[test]
+    fn requests_beside_one_another_gather_pages() {
+        const PAGE: u64 = 2 << 20;
+        let mut heap = Heap::new(Box::new(CountedPages::new(300 * PAGE))).unwrap();
+        let all: Vec<u64> = (0..60).map(|_| heap.grow(2 * PAGE, 0).unwrap()).collect();
+        all.iter().step_by(2).for_each(|&start| heap.give(start, 2 * PAGE, 0));
+        let placed: Vec<u64> = (0..40).map(|_| heap.take_beside_last(PAGE + 512, 0).unwrap()).collect();
+        assert!(placed.windows(2).all(|pair| pair[1] == pair[0] + PAGE + 512), "{placed:?}");
+        assert_eq!(heap.mapped(), 120 * PAGE);
+    }
 }

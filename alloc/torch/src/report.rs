@@ -29,6 +29,8 @@ pub struct Report {
     pub most_reserved: u64,
     /// Calls that mapped or unmapped pages.
     pub device_calls: u64,
+    /// Such calls after the first iteration.
+    pub later_device_calls: u64,
     /// Plans made so far.
     pub plans: u64,
     /// Bytes of the plan that is played; 0 without a plan.

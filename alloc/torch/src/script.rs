@@ -11,7 +11,7 @@ use gapless_alloc::{Buffer, Options, Problem, check, plan};
 use serde::{Deserialize, Serialize};
 
 use crate::pages::Stream;
-use crate::recording::{Event, Iteration};
+use crate::recording::{Event, Iteration, Key};
 
 /// The alignment of all addresses, in bytes: PyTorch's kernels rely on it.
 pub const ALIGNMENT: u64 = 512;
@@ -171,6 +171,48 @@ impl Script {
         Problem::new(pinned).map(drop).map_err(|e| NoPlan::Check(e.to_string()))
     }
 
+    /// The script of one iteration from the request `first` on. `None` if the iteration seems to begin otherwise.
+    ///
+    /// The first iteration is recorded from the start of the process, so its script has the requests of the job's setup
+    /// before those of its iteration. Nothing planned is alive between the two. The longest part in which something
+    /// always is alive belongs to the iteration: gradients of one micro-batch stay until the last.
+    pub(crate) fn beginning_with(&self, first: Event) -> Option<Self> {
+        let Planned { events, offsets, requests } = &self.iterations[0];
+        let (mut alive, mut start, mut longest, mut starts) = (0, 0, 0..0, Vec::new());
+        for (position, event) in events.iter().enumerate() {
+            match event {
+                Event::Allocate { .. } => {
+                    if alive == 0 {
+                        start = position;
+                        starts.extend((*event == first).then_some(position));
+                    }
+                    alive += 1;
+                }
+                Event::Free(_) => {
+                    alive -= 1;
+                    if alive == 0 && position - start > longest.len() {
+                        longest = start..position;
+                    }
+                }
+                Event::Use { .. } => {}
+            }
+        }
+        let start = *starts.iter().rfind(|&&start| start <= longest.start)?;
+        let before = events[..start].iter().filter(|event| matches!(event, Event::Allocate { .. })).count();
+        let renumber = |key: Key| Key { index: key.index - before as u32, ..key };
+        let events = events[start..].iter().map(|&event| match event {
+            Event::Allocate { .. } => event,
+            Event::Free(key) => Event::Free(renumber(key)),
+            Event::Use { key, stream } => Event::Use { key: renumber(key), stream },
+        });
+        let planned = Planned {
+            events: events.collect(),
+            offsets: offsets[before..].to_vec(),
+            requests: requests[before..].to_vec(),
+        };
+        Some(Self { iterations: vec![planned], streams: self.streams.clone(), ..*self })
+    }
+
     /// Lifetimes, bytes and offsets of what the repeated iteration makes and frees.
     pub fn table(&self) -> (Vec<Buffer>, Vec<u64>) {
         let planned = &self.iterations[self.last()];
@@ -227,7 +269,7 @@ fn lives(iterations: &[&Iteration]) -> Vec<Life> {
         first.push(lives.len());
         let mut index = 0;
         for event in &recorded.events {
-            let id = |key: crate::recording::Key| {
+            let id = |key: Key| {
                 let born = iteration.checked_sub(key.age as usize)?;
                 Some(first[born] + key.index as usize)
             };

@@ -9,7 +9,8 @@
             optimizer.step()
             optimizer.zero_grad()
 
-The first iterations are recorded. When two in a row have asked for the same, the next ones are served from a plan.
+The first iteration is recorded, and the next ones are served from a plan for it. If they ask for something else, the plan
+is made when two in a row have asked for the same.
 """
 
 import contextlib
