@@ -47,6 +47,7 @@ mod hash;
 mod label;
 mod order;
 mod planner;
+mod pools;
 mod problem;
 pub mod synthetic;
 
@@ -59,4 +60,5 @@ pub use gaps::{Gap, Pieces};
 pub use hash::{PlanHash, plan_hash, table_hash};
 pub use label::{Label, Role};
 pub use planner::{Fit, Options, Proof, Solution, Stats, StopReason, plan};
+pub use pools::{PoolPlan, plan_pools};
 pub use problem::{Arrangement, Buffer, BufferId, Group, Lifetime, Problem};

@@ -273,6 +273,11 @@ impl Problem {
         Self { buffers: self.buffers.clone(), groups, apart: Vec::new(), forbidden: self.forbidden.clone() }
     }
 
+    /// The same buffers, groups and pairs without forbidden ranges.
+    pub(crate) fn without_forbidden(&self) -> Self {
+        Self { forbidden: Vec::new(), ..self.clone() }
+    }
+
     /// The groups of buffers at fixed distances.
     pub fn groups(&self) -> &[Group] {
         &self.groups

@@ -2,8 +2,11 @@
 
 mod exhaustion;
 
-use exhaustion::Search;
-use gapless_alloc::{Buffer, BufferId, Fit, Gap, Options, Pieces, Problem, Proof, check, plan};
+use exhaustion::{Search, fits};
+use gapless_alloc::{
+    Arrangement, Buffer, BufferId, Change, Explanation, Fit, Gap, Group, Options, Pieces, Problem, Proof, Remedy,
+    check, explain, plan, plan_pools,
+};
 use gapless_testing::prelude::*;
 
 /// Offsets that the exhaustive search may try for one problem.
@@ -82,6 +85,21 @@ fn allowed(problem: &Problem, rows: &[GapRow]) -> Vec<Gap> {
     gaps
 }
 
+/// Returns the problem with its groups and pairs, but without pins and forbidden ranges.
+fn without_pins(problem: &Problem) -> Problem {
+    let buffers = problem.buffers().iter().map(|b| Buffer { offset: None, ..b.clone() }).collect();
+    let grouped = problem.groups().iter().fold(Problem::new(buffers).unwrap(), |problem, group| {
+        let members = group.members.clone();
+        let next = match group.arrangement {
+            Arrangement::Stacked => problem.contiguous(members),
+            Arrangement::AnyOrder => problem.adjacent(members),
+            Arrangement::Given => problem.together(members.into_iter().zip(group.distances.clone()).collect()),
+        };
+        next.unwrap()
+    });
+    problem.pairs_apart().iter().fold(grouped, |problem, &(a, b)| problem.apart(a, b).unwrap())
+}
+
 generated! {
     #![cases(2000)]
 
@@ -99,7 +117,7 @@ generated! {
         let pieces = Pieces::new(&problem, &gaps).unwrap();
         let Some(least) = Search::new(&problem, &gaps, STEPS).least(MOST) else { return Ok(()) };
         let told = || format!("{problem:?} {gaps:?}");
-        let options = Options { work: 300_000, ..Options::default() };
+        let options = Options { work: 60_000, ..Options::default() };
         let solution = plan(&pieces.problem, &options);
         if solution.offsets.is_empty() {
             prop_assert_ne!(solution.fit, Fit::Fits);
@@ -113,9 +131,71 @@ generated! {
         let limited = plan(&pieces.problem, &Options { capacity: Some(capacity), ..options.clone() });
         prop_assert!(limited.fit != Fit::Impossible || capacity < least, "{} {:?} {} {}", capacity, limited, least, told());
         prop_assert!(limited.fit != Fit::Fits || limited.height <= capacity, "{} {:?} {}", capacity, limited, told());
+        // Few problems are explained, since an explanation makes many plans.
+        let explained = Some(&limited).filter(|_| capacity % 4 == 0);
+        let explained = explained.and_then(|limited| explain(&pieces.problem, &[], limited, &Options { capacity: Some(capacity), ..options.clone() }));
+        if let Some(why) = explained {
+            for remedy in why.remedies() {
+                let changed = Explanation::apply(&pieces.problem, remedy);
+                prop_assert!(changed.is_some() && remedy.at_least <= remedy.size, "{:?} {}", remedy, told());
+            }
+        }
         let warm_start = pieces.spread(&earlier[..problem.len()], |at, distance| Some((*at)? + distance));
         let kept = plan(&pieces.problem, &Options { warm_start: Some(warm_start), ..options });
         prop_assert!(kept.height <= solution.height, "{:?} {:?} {:?} {}", kept, solution, earlier, told());
         prop_assert_eq!(check(&pieces.problem, &kept.offsets, None), Ok(()), "{}", told());
+    }
+
+    /// A plan in pools is compared with all ways to assign the buffers to pools.
+    #[test]
+    fn every_pool_holds_its_buffers(
+        rows in rows(),
+        groups in groups(),
+        fences in prop::collection::vec((0..8u64, 1..3u64), 0..2),
+        capacities in prop::collection::vec(0..8u64, 1..4),
+        ranks in prop::collection::vec(0..3u32, 7),
+    ) {
+        let problem = problem(&rows[..rows.len().min(4)], &groups, &fences);
+        let planned = plan_pools(&problem, &capacities, &ranks, &Options { work: 100_000, ..Options::default() });
+        let told = || format!("{planned:?} {capacities:?} {problem:?}");
+        let loose = without_pins(&problem);
+        // A buffer in another pool is as good as none.
+        let part = |pools: &[Option<usize>], pool: usize| {
+            let others = problem.ids().filter(|id| pools[id.index()] != Some(pool)).map(Change::LeaveOut).collect();
+            let whole = if pool == 0 { &problem } else { &loose };
+            Explanation::apply(whole, &Remedy { changes: others, size: 0, at_least: 0 }).unwrap()
+        };
+        // Groups are whole, and pins are in the first pool.
+        let is_allowed = |pools: &[Option<usize>]| {
+            let pool = |id: &BufferId| pools[id.index()];
+            let is_first = |id: &BufferId| problem.buffer(*id).offset.is_none() || pool(id).is_none_or(|pool| pool == 0);
+            let is_whole = |group: &Group| group.members.iter().all(|id| pool(id) == pool(&group.members[0]));
+            problem.groups().iter().all(is_whole) && problem.ids().all(|id| is_first(&id))
+        };
+        prop_assert!(is_allowed(&planned.pools), "{}", told());
+        for (pool, &capacity) in capacities.iter().enumerate() {
+            let offset = |id: BufferId| match planned.pools[id.index()] == Some(pool) {
+                true => planned.offsets[id.index()],
+                false => 0,
+            };
+            let alone = part(&planned.pools, pool);
+            let mut offsets: Vec<u64> = problem.ids().map(offset).collect();
+            // Groups in other pools lie anywhere.
+            for group in alone.groups().iter().filter(|g| planned.pools[g.members[0].index()] != Some(pool)) {
+                let members = group.members.iter().zip(&group.distances);
+                members.for_each(|(id, distance)| offsets[id.index()] = group.phase + distance);
+            }
+            prop_assert_eq!(check(&alone, &offsets, Some(capacity)), Ok(()), "{:?} {}", alone, told());
+            prop_assert!(planned.heights[pool] <= capacity, "{}", told());
+        }
+        prop_assert_eq!(planned.fit == Fit::Fits, planned.pools.iter().all(Option::is_some), "{}", told());
+        let ways = (0..capacities.len().pow(problem.len() as u32)).map(|way| -> Vec<Option<usize>> {
+            let digit = |k: u32| way / capacities.len().pow(k) % capacities.len();
+            (0..problem.len() as u32).map(|k| Some(digit(k))).collect()
+        });
+        let holds = |pools: &Vec<Option<usize>>| {
+            is_allowed(pools) && (0..capacities.len()).all(|pool| fits(&part(pools, pool), capacities[pool]))
+        };
+        prop_assert!(planned.fit != Fit::Impossible || !ways.clone().any(|pools| holds(&pools)), "{}", told());
     }
 }

@@ -269,15 +269,20 @@ impl RemedySearch<'_> {
     }
 
     /// True if planning has proven that no plan fits the capacity.
-    fn is_impossible(&self) -> bool {
+    pub(super) fn is_impossible(&self) -> bool {
         self.solution.bound() > self.capacity
     }
 
     /// Returns a common divisor of all offsets. The result is 1 if there are forbidden ranges, since a forbidden range
     /// may begin at any byte.
-    fn unit(&self) -> u64 {
+    pub(super) fn unit(&self) -> u64 {
         let alignments = self.problem.buffers().iter().filter(|b| b.bytes > 0).map(|b| b.alignment);
         if self.problem.forbidden().is_empty() { alignments.fold(0, gcd).max(1) } else { 1 }
+    }
+
+    /// Returns the bytes that buffers may have at one tick, with their sizes rounded up to the [`unit`](Self::unit).
+    pub(super) fn room(&self) -> u128 {
+        room(self.problem, self.capacity, self.unit())
     }
 
     /// Returns the buffers that end above the capacity in `solution`. If `solution` has no plan, returns all buffers
@@ -311,6 +316,13 @@ impl RemedySearch<'_> {
     }
 }
 
+/// Returns the bytes below `capacity` that are not forbidden, rounded up to a multiple of `unit`, since the topmost buffer
+/// may fill its last unit only in part.
+fn room(problem: &Problem, capacity: u64, unit: u64) -> u128 {
+    let forbidden = problem.forbidden().iter().map(|range| range.end.min(capacity).saturating_sub(range.start));
+    u128::from(capacity.saturating_sub(forbidden.sum())).next_multiple_of(unit.into())
+}
+
 fn total(bytes: &[u64]) -> u128 {
     bytes.iter().map(|&bytes| u128::from(bytes)).sum()
 }
@@ -330,10 +342,7 @@ impl Excess {
     /// Computes the excess. All bytes are rounded to multiples of `unit`, since all offsets are such multiples. `helps`
     /// returns the ticks during which a buffer's bytes can be freed, or `None` if they can't be freed.
     fn new(problem: &Problem, capacity: u64, unit: u64, helps: impl Fn(&Buffer) -> Option<Lifetime>) -> Self {
-        let forbidden = problem.forbidden().iter().map(|range| range.end.min(capacity).saturating_sub(range.start));
-        let room = capacity.saturating_sub(forbidden.sum());
-        // The topmost buffer may fill its last unit only in part, so the room is rounded up.
-        let room = u128::from(room).next_multiple_of(unit.into());
+        let room = room(problem, capacity, unit);
         let rounded = |b: &Buffer| b.bytes.checked_next_multiple_of(unit).unwrap_or(b.bytes);
         let alive = || problem.ids().filter(|&id| problem.buffer(id).bytes > 0);
         let mut points: Vec<u64> = Vec::new();

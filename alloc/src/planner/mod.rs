@@ -182,6 +182,11 @@ impl Solution {
     pub fn gap(&self) -> f64 {
         if self.lower_bound == 0 { 1.0 } else { self.height as f64 / self.lower_bound as f64 }
     }
+
+    /// Height ÷ [best proven lower bound](Self::bound); 1 if the height is proven lowest.
+    pub fn bound_gap(&self) -> f64 {
+        if self.bound() == 0 { 1.0 } else { self.height as f64 / self.bound() as f64 }
+    }
 }
 
 /// Plans `problem`. The same problem and options always give the same plan, unless a deadline cuts the search short.

@@ -82,7 +82,7 @@ impl<'p> Search<'p> {
     /// True if the last buffer violates nothing.
     fn is_sound(&self, id: BufferId) -> bool {
         let at = self.offsets[id.index()];
-        let meets = |a: &Range<u64>, b: &Range<u64>| a.start < b.end && b.start < a.end;
+        let meets = |a: &Range<u64>, b: &Range<u64>| a.start.max(b.start) < a.end.min(b.end);
         let moved = |bytes: &Range<u64>, by: u64| bytes.start + by..bytes.end + by;
         let placed = || self.problem.ids().zip(&self.offsets).filter(|(other, _)| *other != id);
         let shares = |a: &(Lifetime, Range<u64>), b: &(Lifetime, Range<u64>), other_at: u64| {
@@ -112,7 +112,10 @@ impl<'p> Search<'p> {
             Arrangement::AnyOrder => {
                 let mut ranges: Vec<(u64, u64)> = placed().collect();
                 ranges.sort_unstable();
-                ranges.len() < group.members.len() || ranges.windows(2).all(|pair| pair[0].1 == pair[1].0)
+                let all: u64 = group.members.iter().map(|id| bytes(*id)).sum();
+                let span = ranges.iter().map(|range| range.1).max().unwrap_or(0) - ranges.first().map_or(0, |r| r.0);
+                span <= all && ranges.len() < group.members.len()
+                    || ranges.windows(2).all(|pair| pair[0].1 == pair[1].0)
             }
             Arrangement::Stacked => {
                 let mut below = 0;

@@ -380,8 +380,15 @@ impl<'p> RigidUnits<'p> {
         }
         let mut placed = Placed { height: 0, offsets: without_bytes(self.problem), over: Vec::new() };
         let mut is_placed = vec![false; self.problem.len()];
-        let is_pinned = |u: &&u32| self.units[**u as usize].pin.is_some();
-        for &u in units.iter().filter(is_pinned).chain(units.iter().filter(|u| !is_pinned(u))) {
+        // Units that have only one place come first, whether or not they are among `units`: no other unit may take it.
+        let places = |u: &u32| match &self.units[*u as usize] {
+            unit if unit.pin.is_none() => 2,
+            unit => i32::from(unit.orders.len() > 1),
+        };
+        let fixed = (0..self.units.len() as u32).filter(|u| places(u) == 0);
+        let mut order: Vec<u32> = fixed.chain(units.iter().copied().filter(|u| places(u) > 0)).collect();
+        sort_by_key(&mut order, |u| places(u));
+        for u in order {
             let unit = &self.units[u as usize];
             let mut best: Option<(u64, &Group)> = None;
             for order in &unit.orders {
