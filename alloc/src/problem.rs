@@ -91,6 +91,8 @@ pub enum Arrangement {
 pub struct Problem {
     buffers: Vec<Buffer>,
     groups: Vec<Group>,
+    /// The members of all groups.
+    grouped: HashSet<BufferId>,
     apart: Vec<(BufferId, BufferId)>,
     forbidden: Vec<Range<u64>>,
 }
@@ -204,13 +206,12 @@ impl Problem {
 
     fn grouped(mut self, members: Vec<BufferId>, distances: Vec<u64>, arrangement: Arrangement) -> Result<Self, Error> {
         let group = self.groups.len();
-        let mut seen: HashSet<BufferId> = self.groups.iter().flat_map(|g| &g.members).copied().collect();
         for id in &members {
             let fail = |what| Err(Error::Group { group, buffer: id.index(), what });
             if id.index() >= self.len() {
                 return fail("does not exist");
             }
-            if !seen.insert(*id) {
+            if !self.grouped.insert(*id) {
                 return fail("appears twice in groups");
             }
         }
@@ -269,8 +270,9 @@ impl Problem {
 
     /// The same buffers and ranges with only those groups for which `keep` is true, and without pairs to keep apart.
     pub(crate) fn with_groups(&self, mut keep: impl FnMut(&Group) -> bool) -> Self {
-        let groups = self.groups.iter().filter(|group| keep(group)).cloned().collect();
-        Self { buffers: self.buffers.clone(), groups, apart: Vec::new(), forbidden: self.forbidden.clone() }
+        let groups: Vec<Group> = self.groups.iter().filter(|group| keep(group)).cloned().collect();
+        let grouped = groups.iter().flat_map(|group| &group.members).copied().collect();
+        Self { buffers: self.buffers.clone(), groups, grouped, apart: Vec::new(), forbidden: self.forbidden.clone() }
     }
 
     /// The same buffers, groups and pairs without forbidden ranges.

@@ -2,7 +2,7 @@
 
 mod exhaustion;
 
-use exhaustion::{Search, fits};
+use exhaustion::{fits, least};
 use gapless_alloc::{
     Arrangement, Buffer, BufferId, Change, Explanation, Fit, Gap, Group, Options, Pieces, Problem, Proof, Remedy,
     check, explain, plan, plan_pools,
@@ -115,7 +115,7 @@ generated! {
         let problem = problem(&rows, &groups, &fences);
         let gaps = allowed(&problem, &gaps);
         let pieces = Pieces::new(&problem, &gaps).unwrap();
-        let Some(least) = Search::new(&problem, &gaps, STEPS).least(MOST) else { return Ok(()) };
+        let Some(least) = least(&problem, &gaps, MOST, STEPS) else { return Ok(()) };
         let told = || format!("{problem:?} {gaps:?}");
         let options = Options { work: 60_000, ..Options::default() };
         let solution = plan(&pieces.problem, &options);
@@ -132,9 +132,8 @@ generated! {
         prop_assert!(limited.fit != Fit::Impossible || capacity < least, "{} {:?} {} {}", capacity, limited, least, told());
         prop_assert!(limited.fit != Fit::Fits || limited.height <= capacity, "{} {:?} {}", capacity, limited, told());
         // Few problems are explained, since an explanation makes many plans.
-        let explained = Some(&limited).filter(|_| capacity % 4 == 0);
-        let explained = explained.and_then(|limited| explain(&pieces.problem, &[], limited, &Options { capacity: Some(capacity), ..options.clone() }));
-        if let Some(why) = explained {
+        let asked = Options { capacity: Some(capacity).filter(|capacity| capacity % 4 == 0), ..options.clone() };
+        if let Some(why) = explain(&pieces.problem, &[], &limited, &asked) {
             for remedy in why.remedies() {
                 let changed = Explanation::apply(&pieces.problem, remedy);
                 prop_assert!(changed.is_some() && remedy.at_least <= remedy.size, "{:?} {}", remedy, told());

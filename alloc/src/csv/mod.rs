@@ -24,7 +24,7 @@ use crate::{Buffer, BufferId, Error, Gap, Pieces, Problem};
 /// A problem, with everything else that the file says about the buffers.
 #[derive(Debug, Clone, Default)]
 pub struct Table {
-    /// Ids as written, indexed by [`BufferId`](crate::BufferId).
+    /// Ids as written, indexed by [`BufferId`].
     pub ids: Vec<String>,
     /// The buffers without pins and gaps.
     pub problem: Problem,

@@ -8,7 +8,7 @@ use super::lower_bound::{Aligned, aligned_bound};
 use super::solve::solve_parts;
 use super::{Fit, Options, Proof, Solution, Stats, StopReason};
 use crate::deadline::Deadline;
-use crate::{Buffer, Problem, lower_bound};
+use crate::{Buffer, BufferId, Problem, lower_bound};
 
 /// Height and offsets of a plan.
 pub(super) type Plan = (u64, Vec<u64>);
@@ -42,10 +42,11 @@ impl<'p> Run<'p> {
     /// Returns the proven bounds, and the height and offsets of the best plan. The plan is `None` if none was found.
     pub fn solve(&mut self) -> (Known, Option<Plan>) {
         let lower_bound = lower_bound(self.problem);
-        let aligned = aligned_bound(self.problem);
         let whole = Whole::new(self.problem, true);
         let bounds = whole.parts.iter().map(|part| part.base.saturating_add(part.bound));
         let bound = bounds.fold(lower_bound, u64::max).saturating_sub(whole.padding);
+        // If rounding has padded sizes, the rounded bound is nearly as good, and often met at once.
+        let mut aligned = if whole.padding == 0 { aligned_bound(self.problem) } else { Aligned::default() };
         let bound = bound.max(lower_bound).max(aligned.bound);
         let mut known = Known { lower_bound, constraints: bound, searched: bound };
         let aim = bound.max(self.options.capacity.unwrap_or(0));
@@ -55,10 +56,17 @@ impl<'p> Run<'p> {
         let mut best = self.attempt(&whole, &mut known);
         let open = |best: &Option<Plan>, known: &Known| best.as_ref().is_none_or(|b| b.0 > known.searched);
         if whole.padding > 0 && open(&best, &known) {
+            aligned = aligned_bound(self.problem);
+            known.constraints = known.constraints.max(aligned.bound);
+            known.searched = known.searched.max(aligned.bound);
+        }
+        if whole.padding > 0 && open(&best, &known) {
             let raw = self.attempt(&Whole::new(self.problem, false), &mut known);
             best = lower(best, raw);
         }
-        if let Some(topped) = self.topped(&aligned).filter(|_| open(&best, &known)) {
+        if open(&best, &known)
+            && let Some(topped) = self.topped(&aligned)
+        {
             // What is proven of the problem with these pins does not hold without them.
             let raw = self.attempt(&Whole::new(&topped, false), &mut known.clone());
             best = lower(best, raw);
@@ -72,11 +80,13 @@ impl<'p> Run<'p> {
     /// Returns the problem with the buffers that can be topmost pinned there. Returns `None` if there are none, or if
     /// pins or groups do not allow it.
     fn topped(&self, aligned: &Aligned) -> Option<Problem> {
+        let is_free = |&(id, at): &(BufferId, u64)| self.problem.buffer(id).offset.is_none_or(|pin| pin == at);
+        if aligned.top.is_empty() || !self.problem.groups().is_empty() || !aligned.top.iter().all(is_free) {
+            return None;
+        }
         let mut buffers = self.problem.buffers().to_vec();
         aligned.top.iter().for_each(|&(id, at)| buffers[id.index()].offset = Some(at));
-        let is_free = aligned.top.iter().all(|&(id, at)| self.problem.buffer(id).offset.is_none_or(|pin| pin == at));
-        let is_sound = is_free && self.problem.groups().is_empty() && !aligned.top.is_empty();
-        is_sound.then(|| self.problem.with_buffers(buffers).ok())?
+        self.problem.with_buffers(buffers).ok()
     }
 
     /// Returns a plan of at most `target` bytes that keeps earlier addresses. Returns `None` if the options have no

@@ -5,18 +5,31 @@ use std::ops::Range;
 use gapless_alloc::{Arrangement, BufferId, Gap, Group, Lifetime, Problem};
 
 /// Returns the least height of any plan. For one height after another, it tries every offset of every buffer.
+#[allow(dead_code, reason = "not every test asks for it")]
 pub fn exhausted(problem: &Problem) -> u64 {
-    (0..).find(|&height| fits(problem, height)).expect("tall enough, everything fits")
+    least(problem, &[], u64::MAX, u64::MAX).expect("there are enough steps")
+}
+
+/// Returns the least height of any plan up to `most`, or `u64::MAX` if there is none. Returns `None` after `steps`
+/// offsets.
+pub fn least(problem: &Problem, gaps: &[Gap], most: u64, steps: u64) -> Option<u64> {
+    let mut search = Search::new(problem, gaps, steps);
+    for height in 0..=most {
+        if search.place(height)? {
+            return Some(height);
+        }
+    }
+    Some(u64::MAX)
 }
 
 /// True if some plan ends at or below `height`.
+#[allow(dead_code, reason = "not every test asks for it")]
 pub fn fits(problem: &Problem, height: u64) -> bool {
-    let mut search = Search::new(problem, &[], u64::MAX);
-    search.place(height) == Some(true)
+    Search::new(problem, &[], u64::MAX).place(height) == Some(true)
 }
 
 /// Every offset of every buffer in turn, in the order of the buffers.
-pub struct Search<'p> {
+struct Search<'p> {
     problem: &'p Problem,
     /// The bytes that each buffer needs, counted from its offset, and the ticks at which it needs them.
     needs: Vec<Vec<(Lifetime, Range<u64>)>>,
@@ -26,7 +39,7 @@ pub struct Search<'p> {
 }
 
 impl<'p> Search<'p> {
-    pub fn new(problem: &'p Problem, gaps: &[Gap], steps: u64) -> Self {
+    fn new(problem: &'p Problem, gaps: &[Gap], steps: u64) -> Self {
         let needs = problem.ids().map(|id| {
             let b = problem.buffer(id);
             let gaps: Vec<&Gap> = gaps.iter().filter(|gap| gap.buffer == id).collect();
@@ -41,17 +54,6 @@ impl<'p> Search<'p> {
             needs.into_iter().filter(|(_, bytes)| !bytes.is_empty()).collect()
         });
         Self { problem, needs: needs.collect(), offsets: Vec::new(), steps }
-    }
-
-    /// Returns the least height of any plan up to `most`, or `u64::MAX` if there is none. Returns `None` if the steps
-    /// are spent.
-    pub fn least(&mut self, most: u64) -> Option<u64> {
-        for height in 0..=most {
-            if self.place(height)? {
-                return Some(height);
-            }
-        }
-        Some(u64::MAX)
     }
 
     /// Returns whether some plan ends at or below `height`, or `None` if the steps are spent.

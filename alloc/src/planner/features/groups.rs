@@ -459,9 +459,9 @@ impl<'p> RigidUnits<'p> {
     }
 }
 
-/// Returns the ways to arrange a group. A group whose distances are fixed has only one way. If the planner chooses the order, a
-/// group of few members gets all orders that alignments and pins allow. A larger group gets the orders in which the
-/// members are sorted by length, birth, death or size, ascending or descending.
+/// Returns the ways to arrange a group. A group whose distances are fixed has only one way. If the planner chooses the
+/// order, a group of few members gets all orders that alignments and pins allow. A larger group gets the orders in which
+/// the members are sorted by length, birth, death or size, ascending or descending.
 fn orders(problem: &Problem, group: &Group) -> Vec<Group> {
     let mut orders = vec![group.clone()];
     if group.arrangement != Arrangement::AnyOrder {
