@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 
 use crate::order::sort_by_key;
-use crate::{BufferId, Problem};
+use crate::{Arrangement, BufferId, Problem};
 
 /// A violation found in a plan.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -16,6 +16,8 @@ pub enum Violation {
     OutOfRange { buffer: BufferId, end: u128, limit: u64 },
     Forbidden { buffer: BufferId, start: u64, end: u64 },
     Apart { group: usize, below: BufferId, buffer: BufferId },
+    Displaced { group: usize, first: BufferId, buffer: BufferId },
+    Shared { first: BufferId, second: BufferId },
     Overlap { first: BufferId, second: BufferId, tick: u64 },
 }
 
@@ -37,6 +39,12 @@ impl fmt::Display for Violation {
             }
             Self::Apart { group, below, buffer } => {
                 write!(f, "group {group}: buffer {} does not start where buffer {} ends", buffer.0, below.0)
+            }
+            Self::Displaced { group, first, buffer } => {
+                write!(f, "group {group}: buffer {} is not at its distance from buffer {}", buffer.0, first.0)
+            }
+            Self::Shared { first, second } => {
+                write!(f, "buffers {} and {} share bytes, but are to be kept apart", first.0, second.0)
             }
             Self::Overlap { first, second, tick } => {
                 write!(f, "buffers {} and {} share bytes at tick {tick}", first.0, second.0)
@@ -69,7 +77,8 @@ pub fn check(problem: &Problem, offsets: &[u64], capacity: Option<u64>) -> Resul
             violations.push(Violation::Moved { buffer: id, pinned, offset });
         }
         let end = u128::from(offset) + u128::from(b.bytes);
-        if end > u128::from(limit) {
+        // A buffer of zero bytes takes no space, wherever it is.
+        if b.bytes > 0 && end > u128::from(limit) {
             violations.push(Violation::OutOfRange { buffer: id, end, limit });
         }
     }
@@ -88,14 +97,26 @@ fn constraints(problem: &Problem, offsets: &[u64], violations: &mut Vec<Violatio
         }
     }
     for (group, g) in problem.groups().iter().enumerate() {
+        if g.arrangement == Arrangement::Given {
+            let base = |k: usize| i128::from(offsets[g.members[k].index()]) - i128::from(g.distances[k]);
+            let moved = (1..g.members.len()).filter(|&k| base(k) != base(0));
+            violations.extend(moved.map(|k| Violation::Displaced { group, first: g.members[0], buffer: g.members[k] }));
+            continue;
+        }
         let mut members = g.members.clone();
-        if g.any_order {
+        if g.arrangement == Arrangement::AnyOrder {
             sort_by_key(&mut members, |&id| (offsets[id.index()], problem.buffer(id).bytes));
         }
         for pair in members.windows(2) {
             if end_of(pair[0]) != u128::from(offsets[pair[1].index()]) {
                 violations.push(Violation::Apart { group, below: pair[0], buffer: pair[1] });
             }
+        }
+    }
+    for &(first, second) in problem.pairs_apart() {
+        let start = u128::from(offsets[first.index()].max(offsets[second.index()]));
+        if start < end_of(first).min(end_of(second)) {
+            violations.push(Violation::Shared { first, second });
         }
     }
 }
@@ -159,6 +180,13 @@ mod tests {
         assert_eq!(check(&adjacent, &[10, 0], None), Ok(()));
         assert_eq!(check(&adjacent, &[0, 10], None), Ok(()));
         assert_eq!(check(&adjacent, &[0, 11], None).unwrap_err().len(), 1);
+        let together = Problem::new(two()).unwrap().together(vec![(BufferId(0), 4), (BufferId(1), 20)]).unwrap();
+        assert_eq!(check(&together, &[0, 16], None), Ok(()));
+        assert_eq!(check(&together, &[0, 20], None).unwrap_err().len(), 1);
+        let apart = vec![Buffer::new(0..1, 10), Buffer::new(1..2, 10)];
+        let apart = Problem::new(apart).unwrap().apart(BufferId(0), BufferId(1)).unwrap();
+        assert_eq!(check(&apart, &[10, 0], None), Ok(()));
+        assert_eq!(check(&apart, &[9, 0], None).unwrap_err().len(), 1);
         let fenced = Problem::new(two()).unwrap().forbid(5..10).unwrap();
         assert_eq!(check(&fenced, &[10, 20], None), Ok(()));
         assert_eq!(check(&fenced, &[0, 10], None).unwrap_err().len(), 1);

@@ -19,6 +19,8 @@ pub enum Error {
     PinsOverlap { first: usize, second: usize },
     PinnedOnForbidden { buffer: usize, start: u64, end: u64 },
     Group { group: usize, buffer: usize, what: &'static str },
+    Apart { first: usize, second: usize, what: &'static str },
+    Gap { buffer: usize, what: &'static str },
     Request { request: usize, tensor: String, what: &'static str },
     Factor { factor: f64 },
     ReserveInside { base: u64, height: u64 },
@@ -66,6 +68,10 @@ impl fmt::Display for Error {
                 write!(f, "buffer {buffer} is pinned onto the forbidden range [{start}, {end}); pin it elsewhere")
             }
             Self::Group { group, buffer, what } => write!(f, "group {group}: buffer {buffer} {what}"),
+            Self::Apart { first, second, what } => {
+                write!(f, "buffers {first} and {second}, which are to be kept apart, {what}")
+            }
+            Self::Gap { buffer, what } => write!(f, "buffer {buffer} {what}"),
             Self::Request { request, tensor, what } => write!(f, "request {request} ({tensor}) {what}"),
             Self::Factor { factor } => {
                 write!(f, "the reserve's factor of the balanced sizes is {factor}; it must be finite and at least 0")

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use crate::Problem;
+use crate::{Arrangement, Problem};
 
 /// The first 128 bits of a BLAKE3 hash over a problem and the offsets of its buffers.
 ///
@@ -11,10 +11,12 @@ use crate::Problem;
 ///
 /// 1. The number of buffers. Then for each buffer: the first tick, the tick after the last, the bytes, the alignment,
 ///    the offset in the plan, then 1 and the pinned offset, or 0 and 0 if the buffer has no pin.
-/// 2. The number of groups. Then for each group: 1 if the planner chooses the order (else 0), the number of members,
-///    and the members.
+/// 2. The number of groups. Then for each group: 0 if the members are stacked in the given order, 1 if the planner
+///    chooses the order, 2 if the distances are given; the number of members, and the members; then, if the distances
+///    are given, the distances.
 /// 3. The number of forbidden ranges, merged and ascending. Then for each range: the first byte and the byte after the
 ///    last.
+/// 4. If there are pairs to keep apart: their number, and the two buffers of each pair.
 ///
 /// If the input ever changes, the number in the text changes too.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -47,11 +49,23 @@ pub fn plan_hash(problem: &Problem, offsets: &[u64]) -> PlanHash {
     }
     words(&[problem.groups().len() as u64]);
     for group in problem.groups() {
-        words(&[group.any_order.into(), group.members.len() as u64]);
+        let arrangement = match group.arrangement {
+            Arrangement::Stacked => 0,
+            Arrangement::AnyOrder => 1,
+            Arrangement::Given => 2,
+        };
+        words(&[arrangement, group.members.len() as u64]);
         group.members.iter().for_each(|id| words(&[id.0.into()]));
+        if group.arrangement == Arrangement::Given {
+            words(&group.distances);
+        }
     }
     words(&[problem.forbidden().len() as u64]);
     problem.forbidden().iter().for_each(|range| words(&[range.start, range.end]));
+    if !problem.pairs_apart().is_empty() {
+        words(&[problem.pairs_apart().len() as u64]);
+        problem.pairs_apart().iter().for_each(|pair| words(&[pair.0.0.into(), pair.1.0.into()]));
+    }
     let mut short = [0; 16];
     short.copy_from_slice(&hasher.finalize().as_bytes()[..16]);
     PlanHash(short)
@@ -78,6 +92,9 @@ mod tests {
             (problem(Buffer::new(0..2, 8).at(0)), [0, 8]),
             (plain().contiguous(pair()).unwrap(), [0, 8]),
             (plain().adjacent(pair()).unwrap(), [0, 8]),
+            (plain().together(vec![(BufferId(0), 0), (BufferId(1), 8)]).unwrap(), [0, 8]),
+            (plain().together(vec![(BufferId(0), 0), (BufferId(1), 16)]).unwrap(), [0, 8]),
+            (plain().apart(BufferId(0), BufferId(1)).unwrap(), [0, 8]),
             (plain().forbid(32..40).unwrap(), [0, 8]),
             (plain().forbid(32..48).unwrap(), [0, 8]),
         ];

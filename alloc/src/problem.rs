@@ -52,23 +52,37 @@ impl Buffer {
     }
 }
 
-/// Buffers that lie one after another, each starting where the one before ends. Each buffer holds its bytes during its
-/// own lifetime only.
+/// Buffers at fixed distances from each other. Each buffer holds its bytes during its own lifetime only.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Group {
-    /// The members in address order. If the planner chooses the order, this is one order that alignments and pins
-    /// allow.
+    /// The members: in address order if they are stacked, else in the order given. If the planner chooses the order,
+    /// this is one order that alignments and pins allow.
     pub members: Vec<BufferId>,
-    /// Whether the planner chooses the order.
-    pub any_order: bool,
+    /// Bytes from the group's offset to the offset of each member.
+    pub distances: Vec<u64>,
+    /// How the distances are determined.
+    pub arrangement: Arrangement,
     /// Ticks from the first birth to the last death among the members.
     pub lifetime: Lifetime,
-    /// The members' sizes together.
+    /// Bytes from the group's offset to the highest end of a member.
     pub bytes: u64,
     /// The least common multiple of the members' alignments.
     pub alignment: u64,
+    /// The remainder of the group's offset modulo [`alignment`](Self::alignment).
+    pub phase: u64,
     /// Offset of the group if a member is pinned; `None` if the group may go anywhere.
     pub offset: Option<u64>,
+}
+
+/// The source of the distances between a group's members.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Arrangement {
+    /// Each member starts where the one before ends.
+    Stacked,
+    /// Each member starts where another one ends, in an order that the planner chooses.
+    AnyOrder,
+    /// The caller gave the distances.
+    Given,
 }
 
 /// A checked table of buffers: lifetimes are not empty, alignments are positive, pinned buffers are aligned, and the
@@ -77,6 +91,9 @@ pub struct Group {
 pub struct Problem {
     buffers: Vec<Buffer>,
     groups: Vec<Group>,
+    /// The members of all groups.
+    grouped: HashSet<BufferId>,
+    apart: Vec<(BufferId, BufferId)>,
     forbidden: Vec<Range<u64>>,
 }
 
@@ -113,7 +130,7 @@ impl Problem {
                 }
             }
         }
-        let problem = Self { buffers, groups: Vec::new(), forbidden: Vec::new() };
+        let problem = Self { buffers, ..Self::default() };
         let most = crate::bound::most_live(&problem);
         if let Some((tick, bytes)) = most.filter(|&(_, bytes)| bytes > u128::from(u64::MAX)) {
             return Err(Error::TooLarge { bytes, tick });
@@ -127,7 +144,7 @@ impl Problem {
             let alignment = problem.buffers[coarsest].alignment;
             return Err(Error::AlignmentsTooLarge { buffer: coarsest, alignment });
         }
-        if let Some((first, second)) = overlapping_pins(&problem) {
+        if let Some((first, second)) = overlapping_pins(&problem.buffers) {
             return Err(Error::PinsOverlap { first: first.index(), second: second.index() });
         }
         Ok(problem)
@@ -135,10 +152,11 @@ impl Problem {
 
     /// The same problem with `members` one after another in address order, each starting where the one before ends.
     ///
-    /// # Errors Returns [`Error::Group`] if a member does not exist or already belongs to a group, if the sizes before
-    /// a member violate the member's alignment, or if the pins of two members contradict each other.
+    /// # Errors
+    /// Returns [`Error::Group`] if a member does not exist or already belongs to a group, or if the alignments or pins
+    /// of two members contradict each other.
     pub fn contiguous(self, members: Vec<BufferId>) -> Result<Self, Error> {
-        self.grouped(members, false)
+        self.grouped(members, Vec::new(), Arrangement::Stacked)
     }
 
     /// The same problem with `members` one after another in an order that the planner chooses.
@@ -147,30 +165,66 @@ impl Problem {
     /// Returns [`Error::Group`] if a member does not exist or already belongs to a group, or if no order was found that
     /// suits the members' alignments and pins.
     pub fn adjacent(self, members: Vec<BufferId>) -> Result<Self, Error> {
-        self.grouped(members, true)
+        self.grouped(members, Vec::new(), Arrangement::AnyOrder)
     }
 
-    fn grouped(mut self, members: Vec<BufferId>, any_order: bool) -> Result<Self, Error> {
+    /// The same problem with `members` at fixed distances. Each member is given with the number of bytes from the
+    /// group's offset to its own. With a distance of 0, a member starts at the group's offset: `[(a, 0), (b, 0)]` gives
+    /// `b` the address of `a`.
+    ///
+    /// # Errors
+    /// Returns [`Error::Group`] if a member does not exist or already belongs to a group, if the alignments or pins of
+    /// two members contradict each other, or if two members would share bytes while both are alive.
+    pub fn together(self, members: Vec<(BufferId, u64)>) -> Result<Self, Error> {
+        let (members, distances) = members.into_iter().unzip();
+        self.grouped(members, distances, Arrangement::Given)
+    }
+
+    /// The same problem with two buffers that never share a byte, not even if one of them dies before the other is
+    /// born.
+    ///
+    /// # Errors
+    /// Returns [`Error::Apart`] if a buffer does not exist, if both are the same, or if both are pinned and share
+    /// bytes.
+    pub fn apart(mut self, first: BufferId, second: BufferId) -> Result<Self, Error> {
+        let fail = |what| Err(Error::Apart { first: first.index(), second: second.index(), what });
+        if first.max(second).index() >= self.len() {
+            return fail("do not both exist");
+        }
+        if first == second {
+            return fail("are the same buffer");
+        }
+        let range = |id: BufferId| self.buffer(id).offset.map(|at| at..at + self.buffer(id).bytes);
+        if let (Some(a), Some(b)) = (range(first), range(second))
+            && a.start.max(b.start) < a.end.min(b.end)
+        {
+            return fail("are pinned onto each other");
+        }
+        self.apart.push((first, second));
+        Ok(self)
+    }
+
+    fn grouped(mut self, members: Vec<BufferId>, distances: Vec<u64>, arrangement: Arrangement) -> Result<Self, Error> {
         let group = self.groups.len();
-        let mut seen: HashSet<BufferId> = self.groups.iter().flat_map(|g| &g.members).copied().collect();
         for id in &members {
             let fail = |what| Err(Error::Group { group, buffer: id.index(), what });
             if id.index() >= self.len() {
                 return fail("does not exist");
             }
-            if !seen.insert(*id) {
+            if !self.grouped.insert(*id) {
                 return fail("appears twice in groups");
             }
         }
         if members.is_empty() {
             return Ok(self);
         }
-        let stacked = match any_order {
-            true => stack_in_any_order(&self.buffers, &members),
-            false => Group::stack(&self.buffers, members),
+        let arranged = match arrangement {
+            Arrangement::Stacked => Group::stack(&self.buffers, members),
+            Arrangement::AnyOrder => stack_in_any_order(&self.buffers, &members),
+            Arrangement::Given => Group::at_distances(&self.buffers, members, distances),
         };
-        let stacked = stacked.map_err(|(id, what)| Error::Group { group, buffer: id.index(), what })?;
-        self.groups.push(Group { any_order, ..stacked });
+        let arranged = arranged.map_err(|(id, what)| Error::Group { group, buffer: id.index(), what })?;
+        self.groups.push(Group { arrangement, ..arranged });
         Ok(self)
     }
 
@@ -197,27 +251,43 @@ impl Problem {
         Ok(self)
     }
 
-    /// Returns a problem with the same groups and forbidden ranges but other buffers. Returns `None` if the buffers
-    /// contradict the groups or ranges, or are not sound.
-    pub(crate) fn with_buffers(&self, buffers: Vec<Buffer>) -> Option<Self> {
-        let mut problem = Self::new(buffers).ok()?;
-        for range in &self.forbidden {
-            problem = problem.forbid(range.clone()).ok()?;
+    /// Returns a problem with the same groups, pairs and forbidden ranges but other buffers.
+    ///
+    /// # Errors
+    /// Returns the error of the buffers, or of the group or range that contradicts them.
+    pub(crate) fn with_buffers(&self, buffers: Vec<Buffer>) -> Result<Self, Error> {
+        let mut problem = self.without_groups(buffers)?;
+        for g in &self.groups {
+            problem = problem.grouped(g.members.clone(), g.distances.clone(), g.arrangement)?;
         }
-        self.groups
-            .iter()
-            .try_fold(problem, |problem, group| problem.grouped(group.members.clone(), group.any_order).ok())
+        self.apart.iter().try_fold(problem, |problem, &(first, second)| problem.apart(first, second))
     }
 
-    /// The same buffers and ranges with only those groups for which `keep` is true.
-    pub(crate) fn with_groups(&self, keep: impl Fn(&Group) -> bool) -> Self {
-        let groups = self.groups.iter().filter(|group| keep(group)).cloned().collect();
-        Self { buffers: self.buffers.clone(), groups, forbidden: self.forbidden.clone() }
+    /// Returns a problem with the same forbidden ranges but other buffers, and without groups and pairs to keep apart.
+    pub(crate) fn without_groups(&self, buffers: Vec<Buffer>) -> Result<Self, Error> {
+        self.forbidden.iter().try_fold(Self::new(buffers)?, |problem, range| problem.forbid(range.clone()))
     }
 
-    /// The contiguous groups.
+    /// The same buffers and ranges with only those groups for which `keep` is true, and without pairs to keep apart.
+    pub(crate) fn with_groups(&self, mut keep: impl FnMut(&Group) -> bool) -> Self {
+        let groups: Vec<Group> = self.groups.iter().filter(|group| keep(group)).cloned().collect();
+        let grouped = groups.iter().flat_map(|group| &group.members).copied().collect();
+        Self { buffers: self.buffers.clone(), groups, grouped, apart: Vec::new(), forbidden: self.forbidden.clone() }
+    }
+
+    /// The same buffers, groups and pairs without forbidden ranges.
+    pub(crate) fn without_forbidden(&self) -> Self {
+        Self { forbidden: Vec::new(), ..self.clone() }
+    }
+
+    /// The groups of buffers at fixed distances.
     pub fn groups(&self) -> &[Group] {
         &self.groups
+    }
+
+    /// The pairs of buffers that never share a byte.
+    pub fn pairs_apart(&self) -> &[(BufferId, BufferId)] {
+        &self.apart
     }
 
     /// The ranges that no buffer may touch: sorted, disjoint, not empty.
@@ -256,50 +326,110 @@ impl Problem {
     }
 }
 
-/// A member that cannot follow the members before it, and the reason.
+/// A member that cannot join the members before it, and the reason.
 type Misfit = (BufferId, &'static str);
 
 impl Group {
     /// Stacks `members` one after another in this order.
     pub(crate) fn stack(buffers: &[Buffer], members: Vec<BufferId>) -> Result<Self, Misfit> {
-        let lifetime = members.first().map_or(0..1, |id| buffers[id.index()].lifetime.clone());
-        let empty = Self { members: Vec::new(), any_order: false, lifetime, bytes: 0, alignment: 1, offset: None };
-        let group = members.iter().try_fold(empty, |group, &id| group.followed_by(buffers, id))?;
-        let ends = |at: u64| at.checked_add(group.bytes).is_some();
-        match (group.offset, group.members.first()) {
-            (Some(at), Some(&first)) if at % group.alignment != 0 || !ends(at) => {
-                Err((first, "misses its alignment or leaves the address space because of another member's pin"))
+        let group = members.iter().try_fold(Self::default(), |group, &id| group.followed_by(buffers, id))?;
+        group.addressable()
+    }
+
+    /// Puts each of `members` at its distance from the group's offset.
+    fn at_distances(buffers: &[Buffer], members: Vec<BufferId>, distances: Vec<u64>) -> Result<Self, Misfit> {
+        let mut group = Self::default();
+        let mut pinned = Vec::new();
+        for (&id, distance) in members.iter().zip(distances) {
+            group = group.joined_by(buffers, id, distance)?;
+            pinned.push(Buffer { alignment: 1, ..buffers[id.index()].clone() }.at(distance));
+        }
+        match overlapping_pins(&pinned) {
+            Some((_, second)) => {
+                Err((members[second.index()], "would share bytes with another member that is alive at the same time"))
             }
-            _ => Ok(group),
+            None => group.addressable(),
         }
     }
 
     /// The group with one more member at the end.
-    fn followed_by(mut self, buffers: &[Buffer], id: BufferId) -> Result<Self, Misfit> {
+    fn followed_by(self, buffers: &[Buffer], id: BufferId) -> Result<Self, Misfit> {
+        let end = self.bytes;
+        self.joined_by(buffers, id, end)
+    }
+
+    /// The group with one more member at this distance from the group's offset.
+    fn joined_by(mut self, buffers: &[Buffer], id: BufferId, distance: u64) -> Result<Self, Misfit> {
         let b = &buffers[id.index()];
-        if !self.bytes.is_multiple_of(b.alignment) {
-            return Err((id, "misses its alignment because of the sizes of the members before it"));
-        }
         if let Some(pinned) = b.offset {
             let start = pinned
-                .checked_sub(self.bytes)
+                .checked_sub(distance)
                 .ok_or((id, "is pinned too low: the members before it do not fit below"))?;
             if self.offset.is_some_and(|at| at != start) {
                 return Err((id, "has a pinned offset that contradicts another member's"));
             }
             self.offset = Some(start);
         }
-        self.alignment = least_common_multiple(self.alignment, b.alignment)
-            .ok_or((id, "has an alignment that no address meets along with those of the members before it"))?;
-        self.bytes = self.bytes.checked_add(b.bytes).ok_or((id, "makes the group larger than the address space"))?;
-        self.lifetime = self.lifetime.start.min(b.lifetime.start)..self.lifetime.end.max(b.lifetime.end);
+        // The group's offset plus the distance is a multiple of the member's alignment.
+        let own = (b.alignment - distance % b.alignment) % b.alignment;
+        if self.phase % gcd(self.alignment, b.alignment) != own % gcd(self.alignment, b.alignment) {
+            return Err((id, "misses its alignment at any offset that suits the members before it"));
+        }
+        (self.phase, self.alignment) = congruent((self.phase, self.alignment), (own, b.alignment))
+            .ok_or((id, "has an alignment that is too large together with those of the members before it"))?;
+        let end = distance.checked_add(b.bytes).ok_or((id, "makes the group larger than the address space"))?;
+        self.bytes = self.bytes.max(end);
+        self.lifetime = match self.members.is_empty() {
+            true => b.lifetime.clone(),
+            false => self.lifetime.start.min(b.lifetime.start)..self.lifetime.end.max(b.lifetime.end),
+        };
         self.members.push(id);
+        self.distances.push(distance);
         Ok(self)
     }
 
-    /// True if the members have different lifetimes.
-    pub(crate) fn is_ragged(&self, buffers: &[Buffer]) -> bool {
-        self.members.iter().any(|id| buffers[id.index()].lifetime != self.lifetime)
+    /// The group itself, if it has an offset that pins, alignments and the address space allow.
+    fn addressable(self) -> Result<Self, Misfit> {
+        let at = self.offset.unwrap_or(self.phase);
+        match self.members.first() {
+            Some(&first) if at % self.alignment != self.phase || at.checked_add(self.bytes).is_none() => {
+                Err((first, "misses its alignment or leaves the address space because of another member"))
+            }
+            _ => Ok(self),
+        }
+    }
+
+    /// The lowest offset from `at` on that the members' alignments allow; `None` beyond the address space.
+    pub(crate) fn aligned_from(&self, at: u64) -> Option<u64> {
+        at.saturating_sub(self.phase).checked_next_multiple_of(self.alignment)?.checked_add(self.phase)
+    }
+
+    /// True if one rectangle stands for the group without loss: the members live equally long, leave no byte between
+    /// them, and any order of them needs the same offsets.
+    pub(crate) fn is_rectangle(&self, buffers: &[Buffer]) -> bool {
+        let members = || self.members.iter().map(|id| &buffers[id.index()]);
+        let is_any_order_alike = self.members.len() < 2
+            || (self.offset.is_none() && members().all(|b| b.bytes.is_multiple_of(self.alignment)));
+        members().all(|b| b.lifetime == self.lifetime)
+            && members().map(|b| u128::from(b.bytes)).sum::<u128>() == u128::from(self.bytes)
+            && (self.phase == 0 || self.offset.is_some())
+            && (self.arrangement != Arrangement::AnyOrder || is_any_order_alike)
+    }
+}
+
+impl Default for Group {
+    /// A group without members.
+    fn default() -> Self {
+        Self {
+            members: Vec::new(),
+            distances: Vec::new(),
+            arrangement: Arrangement::Stacked,
+            lifetime: 0..1,
+            bytes: 0,
+            alignment: 1,
+            phase: 0,
+            offset: None,
+        }
     }
 }
 
@@ -308,7 +438,7 @@ impl Group {
 fn stack_in_any_order(buffers: &[Buffer], members: &[BufferId]) -> Result<Group, Misfit> {
     fn deepen(buffers: &[Buffer], left: &[BufferId], group: &Group, tries: &mut u32) -> Result<Group, Misfit> {
         if left.is_empty() {
-            return Group::stack(buffers, group.members.clone());
+            return group.clone().addressable();
         }
         let mut misfit = None;
         for (k, &id) in left.iter().enumerate() {
@@ -329,45 +459,57 @@ fn stack_in_any_order(buffers: &[Buffer], members: &[BufferId]) -> Result<Group,
     }
     let mut sorted = members.to_vec();
     sort_by_key(&mut sorted, |id| std::cmp::Reverse(buffers[id.index()].alignment));
-    if let Ok(group) = Group::stack(buffers, sorted.clone()) {
-        return Ok(group);
-    }
-    let empty = Group::stack(buffers, Vec::new())?;
-    let lifetime = buffers[sorted[0].index()].lifetime.clone();
-    deepen(buffers, &sorted, &Group { lifetime, ..empty }, &mut { ORDERS_TRIED })
+    deepen(buffers, &sorted, &Group::default(), &mut { ORDERS_TRIED })
 }
 
 /// Steps that the search for an order may take.
 const ORDERS_TRIED: u32 = 10_000;
 
-fn least_common_multiple(a: u64, b: u64) -> Option<u64> {
-    let (mut x, mut y) = (a, b);
-    while y != 0 {
-        (x, y) = (y, x % y);
+pub(crate) fn gcd(mut a: u64, mut b: u64) -> u64 {
+    while b != 0 {
+        (a, b) = (b, a % b);
     }
-    (a / x).checked_mul(b)
+    a
+}
+
+/// Returns the numbers that are congruent to `p` modulo `m` and to `r` modulo `a`, as a remainder and a modulus (the
+/// Chinese remainder theorem). Returns `None` if there are none or if the modulus exceeds a `u64`.
+fn congruent((p, m): (u64, u64), (r, a): (u64, u64)) -> Option<(u64, u64)> {
+    // The extended Euclidean algorithm: at its end, `x` is the inverse of `m / gcd` modulo `a / gcd`.
+    let (mut old, mut new) = ((i128::from(m), 1), (i128::from(a), 0));
+    while new.0 != 0 {
+        let quotient = old.0 / new.0;
+        (old, new) = (new, (old.0 - quotient * new.0, old.1 - quotient * new.1));
+    }
+    let (divisor, x) = old;
+    let modulus = (m / divisor as u64).checked_mul(a)?;
+    let (difference, cycle) = (i128::from(r) - i128::from(p), i128::from(a) / divisor);
+    if difference % divisor != 0 {
+        return None;
+    }
+    let steps = (difference / divisor).rem_euclid(cycle) as u128 * x.rem_euclid(cycle) as u128 % cycle as u128;
+    Some((p + m * steps as u64, modulus))
 }
 
 /// Returns two pinned buffers that overlap, or `None` if there are none.
-fn overlapping_pins(problem: &Problem) -> Option<(BufferId, BufferId)> {
+fn overlapping_pins(buffers: &[Buffer]) -> Option<(BufferId, BufferId)> {
     let mut events: Vec<(u64, bool, u64, BufferId)> = Vec::new();
-    for id in problem.ids() {
-        let b = problem.buffer(id);
+    for (id, b) in (0..).map(BufferId).zip(buffers) {
         if let Some(at) = b.offset.filter(|_| b.bytes > 0) {
             events.push((b.lifetime.start, true, at, id));
             events.push((b.lifetime.end, false, at, id));
         }
     }
     events.sort_unstable();
-    let mut live = BTreeMap::new();
+    let mut live: BTreeMap<u64, BufferId> = BTreeMap::new();
     for (_, is_birth, at, id) in events {
         if !is_birth {
             live.remove(&at);
             continue;
         }
         let below =
-            live.range(..=at).next_back().filter(|&(&other_at, &other)| other_at + problem.buffer(other).bytes > at);
-        let above = live.range(at..).next().filter(|&(&other_at, _)| other_at < at + problem.buffer(id).bytes);
+            live.range(..=at).next_back().filter(|&(&other_at, &other)| other_at + buffers[other.index()].bytes > at);
+        let above = live.range(at..).next().filter(|&(&other_at, _)| other_at < at + buffers[id.index()].bytes);
         if let Some((_, &other)) = below.or(above) {
             return Some((other, id));
         }

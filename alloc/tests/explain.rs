@@ -63,6 +63,11 @@ generated! {
             prop_assert!(changed.is_some_and(|changed| fits(&changed, capacity)), "{:?} {:?}", problem, remedy);
             prop_assert!(remedy.at_least <= remedy.size);
         }
+        // The part that is named does not fit by itself. If one is proven not to fit, it is named.
+        let others = problem.ids().filter(|id| !explanation.part.contains(id)).map(Change::LeaveOut).collect();
+        let part = Explanation::apply(&problem, &Remedy { changes: others, size: 0, at_least: 0 });
+        prop_assert!(explanation.part.is_empty() || part.is_none_or(|part| !fits(&part, capacity)), "{:?}", explanation);
+        prop_assert_eq!(explanation.part.is_empty(), solution.bound() <= capacity, "{:?}", explanation);
         let least_left_out =
             least(&problem, capacity, |id| vec![(0, None), (1, Some(Change::LeaveOut(id)))]).unwrap();
         prop_assert!(explanation.leave_out.at_least <= least_left_out);

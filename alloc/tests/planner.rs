@@ -354,16 +354,31 @@ fn short_lived_members_leave_their_bytes_to_others() {
     }
 }
 
-/// The given order of members would need an address between 8 and 12. The members fit in another order.
+/// In the given order, the group must start at 4, so that its second member is aligned. Another order starts at 0.
 #[test]
 fn an_order_is_chosen_that_alignments_allow() {
     let list = vec![Buffer::new(0..2, 4), Buffer::new(0..2, 8).aligned(8), Buffer::new(0..2, 4)];
-    let problem = || Problem::new(list.clone()).unwrap();
-    assert!(with_groups(problem(), &[(vec![0, 1, 2], false)]).is_none());
-    planned(&with_groups(problem(), &[(vec![0, 1, 2], true)]).unwrap(), &Options::default());
+    for (any_order, height) in [(false, 20), (true, 16)] {
+        let problem = with_groups(Problem::new(list.clone()).unwrap(), &[(vec![0, 1, 2], any_order)]).unwrap();
+        let solution = planned(&problem, &Options::default());
+        assert_eq!((solution.height, solution.bound()), (height, height), "{:?}", solution.proof);
+    }
     let impossible = vec![Buffer::new(0..2, 4).aligned(8), Buffer::new(0..2, 4).aligned(8)];
     let error = Problem::new(impossible).unwrap().adjacent(vec![BufferId(0), BufferId(1)]).unwrap_err();
     assert!(error.to_string().contains("misses its alignment"), "{error}");
+}
+
+/// The proofs hold for every order of a group, not only for the order in which its members are stacked first.
+#[test]
+fn no_order_is_ruled_out_without_proof() {
+    let pinned = vec![Buffer::new(0..1, 1).at(2), Buffer::new(0..1, 1)];
+    let problem = with_groups(Problem::new(pinned).unwrap(), &[(vec![0, 1], true)]).unwrap();
+    let solution = planned(&problem, &Options { capacity: Some(3), ..Options::default() });
+    assert_eq!((solution.fit, &solution.offsets[..]), (Fit::Fits, &[2, 1][..]));
+    let aligned = vec![Buffer::new(0..1, 4), Buffer::new(0..1, 8).aligned(8)];
+    let problem = Problem::new(aligned).unwrap().forbid(0..4).unwrap();
+    let solution = planned(&with_groups(problem, &[(vec![0, 1], true)]).unwrap(), &Options::default());
+    assert_eq!((solution.height, &solution.offsets[..]), (16, &[4, 8][..]));
 }
 
 /// A buffer of zero bytes, too, stays at its pin and in its place in a group.

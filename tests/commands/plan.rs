@@ -1,8 +1,11 @@
 //! Tests of `gapless plan`, run as a user would: exit codes, JSON, and the table that it writes.
 
 use std::fs;
+use std::io::Write;
 use std::process::{Command, Output};
 
+use flate2::Compression;
+use flate2::write::GzEncoder;
 use gapless::StepOptions;
 use gapless_alloc::draw::Bytes;
 use gapless_alloc::{check, csv};
@@ -117,28 +120,81 @@ fn an_offset_is_what_the_user_says() {
     assert_eq!(offsets("id,lower,upper,size,hint\na,0,3,8,4\nb,0,3,4,-1\n", &[], "").0, [4, 0]);
 }
 
-/// If a plan ignores gaps, it does not prove that there is no lower plan, unless it reaches a bound that takes gaps
-/// into account.
+/// Other buffers get the bytes that a gap leaves, and what is proven takes gaps into account.
 #[test]
-fn no_optimality_is_claimed_for_tables_with_gaps() {
+fn gaps_are_put_to_use() {
     let folder = tempfile::tempdir().unwrap();
-    let json = |gaps: &str, capacity: &str| -> serde_json::Value {
+    let json = |gaps: &str, code: i32, text: &str| -> serde_json::Value {
         let table = format!("id,lower,upper,size,gaps\na,0,9,8,{gaps}\nb,3,5,4,\n");
-        let output = gapless(&folder, &table, &["--json", "--capacity", capacity]);
-        let text = String::from_utf8_lossy(&output.stderr);
-        assert!(text.contains("gaps are ignored") && text.contains("ignores the gaps of buffers"), "{text}");
+        let output = gapless(&folder, &table, &["--json", "--capacity", "10", "--out", "out.csv", "--draw", "map.txt"]);
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(code), "{stderr}");
+        assert!(stderr.contains(text), "{stderr}");
         serde_json::from_slice(&output.stdout).unwrap()
     };
-    let open = json("3-5", "10");
-    assert_eq!((&open["lower_bound"], &open["height"]), (&8.into(), &12.into()));
-    assert_eq!((&open["proof"], &open["fit"], &open["gap"]), (&"none".into(), &"unknown".into(), &1.5.into()));
-    assert_eq!(open["stop_reason"], "exhausted");
-    let closed = json("1-2 3-4@0:2", "10");
-    assert_eq!((&closed["proof"], &closed["fit"]), (&"max-live".into(), &"impossible".into()));
-    // A plan of minimalloc may place a buffer into a gap, where our checker does not allow the buffer.
-    let output = gapless(&folder, "id,lower,upper,size,gaps,offset\na,0,9,8,3-5,0\nb,3,5,4,,0\n", &[]);
+    let closed = json("1-2 3-4@0:2", 3, "a in ticks 4 to 9");
+    assert_eq!(
+        (&closed["proof"], &closed["fit"], &closed["height"]),
+        (&"max-live".into(), &"impossible".into(), &12.into())
+    );
+    let open = json("3-5", 0, "");
+    assert_eq!((&open["lower_bound"], &open["height"], &open["buffers"]), (&8.into(), &8.into(), &2.into()));
+    // The written plan is accepted as it is.
+    let written = fs::read_to_string(folder.path().join("out.csv")).unwrap();
+    assert_eq!(gapless(&folder, &written, &["--capacity", "8"]).status.code(), Some(0), "{written}");
+    let output = gapless(&folder, "id,lower,upper,size,gaps,offset\na,0,9,8,3-4,0\nb,3,5,4,,0\n", &[]);
     assert_eq!(output.status.code(), Some(2));
-    assert!(String::from_utf8_lossy(&output.stderr).contains("which is alive at the same time; gaps are ignored"));
+    assert!(String::from_utf8_lossy(&output.stderr).contains("onto \"b\" of line 3, which is alive at the same time"));
+}
+
+/// The gap to the best proven bound is shown beside the gap to the most alive bytes if the two bounds differ.
+#[test]
+fn the_best_proven_bound_is_shown() {
+    let folder = tempfile::tempdir().unwrap();
+    let table = "id,lower,upper,size,alignment\na,0,2,10,64\nb,1,3,20,64\n";
+    let text = String::from_utf8(gapless(&folder, table, &[]).stdout).unwrap();
+    let expected = "2 buffers in 74 bytes, 1.0000 × the best proven bound (74), 2.4667 × the most alive (30)\n";
+    assert!(text.starts_with(expected), "{text}");
+}
+
+#[test]
+fn a_gzipped_table_is_read() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut file = GzEncoder::new(fs::File::create(folder.path().join("table.csv.gz")).unwrap(), Compression::fast());
+    file.write_all(TABLE.as_bytes()).unwrap();
+    file.finish().unwrap();
+    let output = gapless(&folder, TABLE, &[]).stdout;
+    let mut command = Command::new(env!("CARGO_BIN_EXE_gapless"));
+    let gzipped = command.args(["plan", "table.csv.gz"]).current_dir(folder.path()).output().unwrap().stdout;
+    assert_eq!(output[..30], gzipped[..30]);
+}
+
+/// Keeping the last offset would raise the plan from 7 to 8 bytes.
+#[test]
+fn kept_offsets_cost_no_height() {
+    let folder = tempfile::tempdir().unwrap();
+    let table = "id,lower,upper,size,alignment,offset\na,1,2,2,6,\nb,1,3,1,3,\nc,0,2,2,3,0\n";
+    for offsets in ["keep", "ignore"] {
+        let output = gapless(&folder, table, &["--json", "--offsets", offsets]).stdout;
+        assert_eq!(serde_json::from_slice::<serde_json::Value>(&output).unwrap()["height"], 7, "{offsets}");
+    }
+}
+
+#[test]
+fn the_work_is_limited() {
+    let folder = tempfile::tempdir().unwrap();
+    let json = |work: &str| -> serde_json::Value {
+        let output = gapless(&folder, &hard_table(), &["--json", "--work", work]);
+        serde_json::from_slice(&output.stdout).unwrap()
+    };
+    let [little, more] = ["0", "1000000"].map(json);
+    assert_eq!((&little["stop_reason"], &more["stop_reason"]), (&"work".into(), &"proven".into()));
+    assert!(
+        little["work"].as_u64() < more["work"].as_u64() && more["work"].as_u64() < Some(2_000_000),
+        "{little} {more}"
+    );
+    let refused = plan_model(&["--work", "7"]);
+    assert!(String::from_utf8_lossy(&refused.stderr).contains("--work apply to tables only"));
 }
 
 /// If the reader closes the pipe, the command does not panic, and its exit code stays the same.
@@ -179,9 +235,8 @@ fn prints_json() {
     let output = gapless(&folder, TABLE, &["--json"]);
     let json: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
     let keys: Vec<&String> = json.as_object().unwrap().keys().collect();
-    let expected =
-        ["buffers", "commit", "gap", "height", "lower_bound", "plan_hash", "plan_ms", "proof", "stop_reason"];
-    assert_eq!(keys, [&expected[..], &["version"]].concat());
+    let expected = ["bound", "bound_gap", "buffers", "commit", "gap", "height", "lower_bound", "plan_hash", "plan_ms"];
+    assert_eq!(keys, [&expected[..], &["proof", "stop_reason", "version", "work"]].concat());
     assert_eq!((&json["buffers"], &json["height"], &json["gap"]), (&3.into(), &1536.into(), &1.0.into()));
 }
 

@@ -15,6 +15,7 @@ fuzz_target!(|bytes: &[u8]| {
     if table.plan().is_some() {
         assert_eq!(table.offsets, again.offsets);
     }
-    assert!(table.lower_bound() <= lower_bound(&table.problem));
-    let _ = table.pinned();
+    let pieces = table.pieces(false).expect("the gaps were checked");
+    assert!(lower_bound(&pieces.problem) <= lower_bound(&table.problem));
+    let _ = (table.pinned(), table.pieces(true));
 });

@@ -1,31 +1,11 @@
 //! Gaps: ticks inside of a lifetime at which a buffer needs only a part of its bytes, or none. They are written `3-5`
 //! (no bytes needed) and `7-9@0:64` (only bytes 0 to 64 needed).
 //!
-//! In: a field. Out: [`Gap`]s, and a lower bound that takes them into account. The planner of this crate doesn't use
-//! gaps.
+//! In: a field. Out: [`Gap`]s.
 
-use std::fmt;
 use std::ops::Range;
 
-use crate::{Buffer, BufferId, Lifetime, Problem};
-
-/// Ticks during which a buffer keeps its address but not its bytes.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Gap {
-    /// The buffer.
-    pub buffer: BufferId,
-    /// The ticks, inside of the buffer's lifetime.
-    pub ticks: Lifetime,
-    /// The bytes that the buffer needs even during the gap, counted from its offset; `None` if it needs none.
-    pub window: Option<Range<u64>>,
-}
-
-impl fmt::Display for Gap {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}-{}", self.ticks.start, self.ticks.end)?;
-        self.window.as_ref().map_or(Ok(()), |window| write!(f, "@{}:{}", window.start, window.end))
-    }
-}
+use crate::{Buffer, BufferId, Gap};
 
 /// Parses the gaps of a field, which are separated by spaces and in order of time. `after_last` is added to the end of
 /// each gap as written, which gives the tick after the gap's last tick.
@@ -56,23 +36,4 @@ fn gap(text: &str, buffer: BufferId, after_last: u64) -> Option<Gap> {
     };
     let ticks = pair(ticks, '-')?;
     Some(Gap { buffer, ticks: ticks.start..ticks.end.checked_add(after_last)?, window })
-}
-
-/// Returns the most bytes alive at one tick, counting only the bytes that each buffer needs at that tick.
-pub(super) fn lower_bound(problem: &Problem, gaps: &[Gap]) -> u64 {
-    let mut pieces = Vec::new();
-    let mut gaps = gaps.iter().peekable();
-    for id in problem.ids() {
-        let b = problem.buffer(id);
-        let mut from = b.lifetime.start;
-        while let Some(gap) = gaps.next_if(|gap| gap.buffer == id) {
-            pieces.push(Buffer::new(from..gap.ticks.start, b.bytes));
-            pieces.extend(gap.window.iter().map(|w| Buffer::new(gap.ticks.clone(), w.end - w.start)));
-            from = gap.ticks.end;
-        }
-        pieces.push(Buffer::new(from..b.lifetime.end, b.bytes));
-    }
-    pieces.retain(|piece| !piece.lifetime.is_empty());
-    let pieces = Problem::new(pieces).expect("no more is alive than without gaps");
-    crate::lower_bound(&pieces)
 }

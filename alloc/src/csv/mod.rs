@@ -17,15 +17,14 @@ mod read;
 
 use std::io::Write;
 
-pub use gaps::Gap;
 pub use read::read;
 
-use crate::{Buffer, Error, Problem, lower_bound};
+use crate::{Buffer, BufferId, Error, Gap, Pieces, Problem};
 
 /// A problem, with everything else that the file says about the buffers.
 #[derive(Debug, Clone, Default)]
 pub struct Table {
-    /// Ids as written, indexed by [`BufferId`](crate::BufferId).
+    /// Ids as written, indexed by [`BufferId`].
     pub ids: Vec<String>,
     /// The buffers without pins and gaps.
     pub problem: Problem,
@@ -34,7 +33,7 @@ pub struct Table {
     /// The `hint` column, which has addresses to prefer, or `None` if the table has no such column. An entry is `None`
     /// if its buffer has no hint.
     pub hints: Option<Vec<Option<u64>>>,
-    /// The `gaps` column, ordered by buffer and time.
+    /// The `gaps` column, ordered by buffer and time; [`pieces`](Self::pieces) puts the gaps to use.
     pub gaps: Vec<Gap>,
     /// For each buffer that follows a blank line, the buffer's index and line number.
     lines: Vec<(usize, u64)>,
@@ -50,44 +49,59 @@ impl Table {
     ///
     /// # Errors
     /// Returns [`Error::Csv`] with the line if an offset is not a multiple of its alignment or leaves the address
-    /// space, or if two buffers share bytes while both are alive.
+    /// space, or if two buffers share bytes while both are alive. Gaps are not taken into account; see
+    /// [`pieces`](Self::pieces).
     pub fn pinned(&self) -> Result<Problem, Error> {
         let Some(offsets) = &self.offsets else { return Ok(self.problem.clone()) };
         let pin = |(b, &offset): (&Buffer, &Option<u64>)| Buffer { offset, ..b.clone() };
         let pinned = Problem::new(self.problem.buffers().iter().zip(offsets).map(pin).collect());
-        let fail = |buffer: usize, what| Err(Error::Csv { line: self.line(buffer), what });
-        match pinned {
-            Err(Error::Misaligned { buffer, offset, alignment }) => {
-                fail(buffer, format!("offset {offset} is not a multiple of alignment {alignment}"))
+        pinned.map_err(|error| self.at_line(error, |id| id))
+    }
+
+    /// Returns the problem in which buffers with gaps are replaced by their pieces. If `pinned`, every offset of the
+    /// table is a pin.
+    ///
+    /// # Errors
+    /// Returns [`Error::Csv`] with the line if an offset is not a multiple of its alignment or leaves the address
+    /// space, or if two buffers share bytes that both need at the same time.
+    pub fn pieces(&self, pinned: bool) -> Result<Pieces, Error> {
+        let pieces = Pieces::new(&self.problem, &self.gaps)?;
+        match &self.offsets {
+            Some(offsets) if pinned => {
+                let pinned = pieces.pinned(offsets);
+                pinned.map_err(|error| self.at_line(error, |id| pieces.origin(id)))
             }
-            Err(Error::OutOfAddressSpace { buffer, offset, bytes }) => {
-                fail(buffer, format!("{bytes} bytes at offset {offset} end past the address space (2^64 - 1 bytes)"))
-            }
-            Err(Error::PinsOverlap { first, second }) => {
-                let (other, at) = (&self.ids[first], self.line(first));
-                let has_gaps = self.gaps.iter().any(|gap| [first, second].contains(&gap.buffer.index()));
-                let gaps = if has_gaps { "; gaps are ignored" } else { "" };
-                let id = &self.ids[second];
-                fail(
-                    second,
-                    format!(
-                        "the offset puts {id:?} onto {other:?} of line {at}, which is alive at the same time{gaps}"
-                    ),
-                )
-            }
-            pinned => pinned,
+            _ => Ok(pieces),
         }
+    }
+
+    /// Returns an error of pinned buffers with the line of the buffer. `origin` returns the buffer of the table for a
+    /// buffer of the problem.
+    fn at_line(&self, error: Error, origin: impl Fn(BufferId) -> BufferId) -> Error {
+        let origin = |buffer: usize| origin(BufferId(buffer as u32)).index();
+        let (buffer, what) = match error {
+            Error::Misaligned { buffer, offset, alignment } => {
+                (origin(buffer), format!("offset {offset} is not a multiple of alignment {alignment}"))
+            }
+            Error::OutOfAddressSpace { buffer, offset, bytes } => (
+                origin(buffer),
+                format!("{bytes} bytes at offset {offset} end past the address space (2^64 - 1 bytes)"),
+            ),
+            Error::PinsOverlap { first, second } => {
+                let (first, second) = (origin(first), origin(second));
+                let (id, other, at) = (&self.ids[second], &self.ids[first], self.line(first));
+                let what =
+                    format!("the offset puts {id:?} onto {other:?} of line {at}, which is alive at the same time");
+                (second, what)
+            }
+            error => return error,
+        };
+        Error::Csv { line: self.line(buffer), what }
     }
 
     /// Returns the `offset` column as a plan, or `None` if any buffer has no offset.
     pub fn plan(&self) -> Option<Vec<u64>> {
         self.offsets.as_ref()?.iter().copied().collect()
-    }
-
-    /// Returns the most bytes alive at one tick, not counting bytes that are free during gaps. No plan is lower than
-    /// this, not even a plan that uses the gaps.
-    pub fn lower_bound(&self) -> u64 {
-        if self.gaps.is_empty() { lower_bound(&self.problem) } else { gaps::lower_bound(&self.problem, &self.gaps) }
     }
 
     /// Returns the line number of a buffer.
@@ -142,6 +156,7 @@ impl Table {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::lower_bound;
 
     fn written(table: &Table, offsets: Option<&[u64]>) -> String {
         let mut out = Vec::new();
@@ -196,17 +211,21 @@ mod tests {
         );
     }
 
+    /// A pin onto bytes that another buffer does not need at that time is no error.
     #[test]
-    fn gaps_lower_the_bound_alone() {
-        let check = |gaps: &str, expected: u64| {
-            let text = format!("id,lower,upper,size,gaps\na,0,9,8,{gaps}\nb,3,5,4,\n");
-            let table = read(text.as_bytes()).unwrap();
-            assert_eq!((table.lower_bound(), lower_bound(&table.problem)), (expected, 12), "{gaps}");
+    fn pins_may_use_gaps() {
+        let check = |gaps: &str, expected: Result<u64, &str>| {
+            let text = format!("id,lower,upper,size,gaps,offset\na,0,9,8,{gaps},0\nb,3,5,4,,4\n");
+            let pieces = read(text.as_bytes()).unwrap().pieces(true);
+            match expected {
+                Ok(bound) => assert_eq!(lower_bound(&pieces.unwrap().problem), bound, "{gaps}"),
+                Err(error) => assert!(pieces.unwrap_err().to_string().contains(error), "{gaps}"),
+            }
         };
-        check("", 12);
-        check("3-5", 8);
-        check("3-4", 12);
-        check("0-4@2:4 4-9@0:8", 12);
-        check("0-4@2:4 4-9@0:2", 6);
+        let taken = Err("line 2: the offset puts \"a\" onto \"b\" of line 3, which is alive at the same time");
+        check("3-5", Ok(8));
+        check("3-4", taken);
+        check("0-4@2:4 4-9@0:8", taken);
+        check("0-4@2:4 4-9@0:2", Ok(6));
     }
 }

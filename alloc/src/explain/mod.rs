@@ -6,6 +6,7 @@
 //! bounds how small a remedy can be.
 
 mod cover;
+mod part;
 mod remedy;
 
 use std::cmp::Reverse;
@@ -32,10 +33,12 @@ pub struct Explanation {
     pub peak_bytes: u64,
     /// Bytes and number of buffers alive at the peak tick by role, most bytes first; empty without labels.
     pub roles: Vec<(Role, u64, usize)>,
-    /// Buffers alive at the peak tick, the largest first.
+    /// Buffers with bytes that are alive at the peak tick, the largest first.
     pub alive: Vec<BufferId>,
     /// Bytes by which the peak exceeds the capacity. Any remedy must save at least this much at the peak tick.
     pub excess: u64,
+    /// The fewest buffers found that do not fit, even without all other buffers; empty if no part is proven not to fit.
+    pub part: Vec<BufferId>,
     /// The fewest buffers found such that all other buffers fit.
     pub leave_out: Remedy,
     /// The buffers to shrink so that the problem fits, by the fewest bytes found in total.
@@ -60,7 +63,7 @@ pub fn explain(problem: &Problem, labels: &[Label], solution: &Solution, options
     let deadline = Deadline::after(options.deadline);
     let capacity = options.capacity.filter(|&capacity| solution.height > capacity)?;
     let peak_tick = peak_tick(problem)?;
-    let mut alive: Vec<BufferId> = live_at(problem, peak_tick).collect();
+    let mut alive: Vec<BufferId> = live_at(problem, peak_tick).filter(|&id| problem.buffer(id).bytes > 0).collect();
     sort_by_key(&mut alive, |&id| (Reverse(problem.buffer(id).bytes), id));
     let peak_bytes = alive.iter().map(|&id| problem.buffer(id).bytes).sum::<u64>();
     let mut by_role: BTreeMap<Role, (u64, usize)> = BTreeMap::new();
@@ -80,6 +83,7 @@ pub fn explain(problem: &Problem, labels: &[Label], solution: &Solution, options
         roles,
         alive,
         excess: peak_bytes.saturating_sub(capacity),
+        part: patient.smallest_part(),
         leave_out,
         shrink,
         free,
@@ -109,7 +113,7 @@ impl Explanation {
     /// Returns the same explanation with other names for the buffers.
     pub fn named(mut self, name: impl Fn(BufferId) -> String) -> Self {
         let changed = self.remedies().flat_map(|remedy| &remedy.changes).map(Change::buffer);
-        self.names = changed.map(|id| (id, name(id))).collect();
+        self.names = changed.chain(self.part.iter().copied()).map(|id| (id, name(id))).collect();
         self
     }
 
@@ -152,6 +156,9 @@ impl Explanation {
 /// Most changes of a remedy that are printed.
 const LINES: usize = 16;
 
+/// Most buffers of the part that does not fit that are printed.
+const PART_NAMES: usize = 8;
+
 impl fmt::Display for Explanation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (height, more, capacity) = (self.height, self.height - self.capacity, self.capacity);
@@ -176,6 +183,16 @@ impl fmt::Display for Explanation {
         match self.excess {
             0 => writeln!(f, "the peak fits; what is missing is a placement without gaps")?,
             excess => writeln!(f, "at least {} too many are alive at the peak", Bytes(excess))?,
+        }
+        if let [first, rest @ ..] = &self.part[..] {
+            let name = |id: &BufferId| self.names.get(id).map_or("?", String::as_str);
+            let (s, verb) = if rest.is_empty() { ("", "does") } else { ("s", "do") };
+            write!(f, "{} buffer{s} alone {verb} not fit: {}", self.part.len(), name(first))?;
+            rest.iter().take(PART_NAMES - 1).try_for_each(|id| write!(f, ", {}", name(id)))?;
+            match self.part.len().saturating_sub(PART_NAMES) {
+                0 => writeln!(f)?,
+                more => writeln!(f, " and {more} more")?,
+            }
         }
         self.remedies().try_for_each(|remedy| self.write(f, remedy))?;
         match self.cut_short {
@@ -215,6 +232,7 @@ mod tests {
                  110 B of 2 × activation
                  100 B of 1 × parameter
         at least 40 B too many are alive at the peak
+        3 buffers alone do not fit: w (parameter), q (activation), k (activation)
         it would fit without 1 buffer, which is the minimum:
           q (activation)
         it would fit with 40 B less, which is the minimum:

@@ -11,7 +11,8 @@ use std::ops::Range;
 use super::cover::{Candidate, fewest, fewest_bytes};
 use crate::deadline::Deadline;
 use crate::order::sort_by_key;
-use crate::{Buffer, BufferId, Label, Lifetime, Options, Problem, Proof, Role, Solution, plan};
+use crate::problem::gcd;
+use crate::{Buffer, BufferId, Label, Lifetime, Options, Problem, Role, Solution, plan};
 
 /// One change of a problem.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -62,23 +63,28 @@ impl Remedy {
     }
 }
 
-/// Returns the problem after `changes`, or `None` if pins and groups don't allow the changes.
+/// Returns the problem after `changes`, or `None` if pins and groups don't allow the changes, or if the problem does not
+/// have the buffers.
 pub(super) fn apply(problem: &Problem, changes: &[Change]) -> Option<Problem> {
     let mut buffers = problem.buffers().to_vec();
     for change in changes {
-        let b = &mut buffers[change.buffer().index()];
+        let b = buffers.get_mut(change.buffer().index())?;
         match change {
-            // The buffer keeps its id and takes no space.
-            Change::LeaveOut(_) => *b = Buffer { bytes: 0, offset: None, ..b.clone() },
+            Change::LeaveOut(_) => b.bytes = 0,
             Change::Shrink(_, bytes) => b.bytes = b.bytes.saturating_sub(*bytes),
             Change::Free(_, during) => {
                 let after = Buffer { lifetime: during.end..b.lifetime.end, ..b.clone() };
                 b.lifetime.end = during.start;
                 buffers.push(after);
+                continue;
             }
         }
+        // A buffer without bytes keeps its id, but takes no space and needs no particular address.
+        if b.bytes == 0 {
+            *b = Buffer::new(b.lifetime.clone(), 0);
+        }
     }
-    problem.with_buffers(buffers)
+    problem.with_buffers(buffers).ok()
 }
 
 /// A search for remedies of one problem.
@@ -107,7 +113,8 @@ impl RemedySearch<'_> {
     pub fn leave_out(&self) -> Remedy {
         let out = |ids: &[BufferId]| -> Vec<Change> { ids.iter().map(|&id| Change::LeaveOut(id)).collect() };
         if self.deadline.has_passed() {
-            return Remedy::new(self.problem, out(&self.above(self.solution)), self.is_impossible().into());
+            let changes = self.applicable(out(&self.above(self.solution)), Change::LeaveOut);
+            return Remedy::new(self.problem, changes, self.is_impossible().into());
         }
         let excess = Excess::new(self.problem, self.capacity, self.unit(), |b| Some(b.lifetime.clone()));
         let found = fewest(&excess.bytes, &excess.candidates, COVER_WORK, self.deadline);
@@ -135,7 +142,22 @@ impl RemedySearch<'_> {
             }
         }
         self.prune(&mut best, at_least);
-        Remedy::new(self.problem, out(&best), at_least as u64)
+        Remedy::new(self.problem, self.applicable(out(&best), Change::LeaveOut), at_least as u64)
+    }
+
+    /// Returns the changes themselves if the problem allows them. Otherwise, the pins or alignments of a group don't
+    /// suit what is left of it. Then `entirely` changes all members of such groups.
+    fn applicable(&self, mut changes: Vec<Change>, entirely: impl Fn(BufferId) -> Change) -> Vec<Change> {
+        if apply(self.problem, &changes).is_none() {
+            for group in self.problem.groups() {
+                let count = changes.len();
+                changes.retain(|change| !group.members.contains(&change.buffer()));
+                if changes.len() < count {
+                    changes.extend(group.members.iter().map(|&id| entirely(id)));
+                }
+            }
+        }
+        changes
     }
 
     /// Removes buffers from `ids` as long as the problem still fits when only the remaining ones are left out. Sets of
@@ -186,7 +208,8 @@ impl RemedySearch<'_> {
                 best = shrunk;
             }
         }
-        Remedy::new(self.problem, self.shrinking(&best), at_least)
+        let to_nothing = |id| Change::Shrink(id, self.problem.buffer(id).bytes);
+        Remedy::new(self.problem, self.applicable(self.shrinking(&best), to_nothing), at_least)
     }
 
     fn shrinking(&self, by: &[u64]) -> Vec<Change> {
@@ -205,14 +228,18 @@ impl RemedySearch<'_> {
     }
 
     /// Searches for the fewest lifetimes to interrupt. With labels, only activations are interrupted. Members of groups
-    /// are never interrupted. An interrupted buffer is still alive at its first and last tick, for its first writer and
-    /// its last reader. Returns `None` if no such remedy was found.
+    /// and buffers that are to be kept apart are never interrupted. An interrupted buffer is still alive at its first
+    /// and last tick, for its first writer and its last reader. Returns `None` if no such remedy was found.
     pub fn free(&self) -> Option<Remedy> {
         if self.deadline.has_passed() {
             return None;
         }
         let mut grouped = vec![false; self.problem.len()];
         self.problem.groups().iter().flat_map(|g| &g.members).for_each(|id| grouped[id.index()] = true);
+        self.problem.pairs_apart().iter().for_each(|&(a, b)| {
+            grouped[a.index()] = true;
+            grouped[b.index()] = true;
+        });
         let may_change = |id: BufferId| {
             let is_activation = |label: &Label| label.role == Role::Activation;
             !grouped[id.index()] && (self.labels.is_empty() || self.labels.get(id.index()).is_some_and(is_activation))
@@ -242,25 +269,20 @@ impl RemedySearch<'_> {
     }
 
     /// True if planning has proven that no plan fits the capacity.
-    fn is_impossible(&self) -> bool {
-        let bound = match self.solution.proof {
-            Proof::None { bound } => bound,
-            _ => self.solution.height,
-        };
-        bound > self.capacity
+    pub(super) fn is_impossible(&self) -> bool {
+        self.solution.bound() > self.capacity
     }
 
     /// Returns a common divisor of all offsets. The result is 1 if there are forbidden ranges, since a forbidden range
     /// may begin at any byte.
-    fn unit(&self) -> u64 {
-        let gcd = |mut a: u64, mut b: u64| {
-            while b != 0 {
-                (a, b) = (b, a % b);
-            }
-            a
-        };
+    pub(super) fn unit(&self) -> u64 {
         let alignments = self.problem.buffers().iter().filter(|b| b.bytes > 0).map(|b| b.alignment);
         if self.problem.forbidden().is_empty() { alignments.fold(0, gcd).max(1) } else { 1 }
+    }
+
+    /// Returns the bytes that buffers may have at one tick, with their sizes rounded up to the [`unit`](Self::unit).
+    pub(super) fn room(&self) -> u128 {
+        room(self.problem, self.capacity, self.unit())
     }
 
     /// Returns the buffers that end above the capacity in `solution`. If `solution` has no plan, returns all buffers
@@ -294,6 +316,13 @@ impl RemedySearch<'_> {
     }
 }
 
+/// Returns the bytes below `capacity` that are not forbidden, rounded up to a multiple of `unit`, since the topmost buffer
+/// may fill its last unit only in part.
+fn room(problem: &Problem, capacity: u64, unit: u64) -> u128 {
+    let forbidden = problem.forbidden().iter().map(|range| range.end.min(capacity).saturating_sub(range.start));
+    u128::from(capacity.saturating_sub(forbidden.sum())).next_multiple_of(unit.into())
+}
+
 fn total(bytes: &[u64]) -> u128 {
     bytes.iter().map(|&bytes| u128::from(bytes)).sum()
 }
@@ -313,10 +342,7 @@ impl Excess {
     /// Computes the excess. All bytes are rounded to multiples of `unit`, since all offsets are such multiples. `helps`
     /// returns the ticks during which a buffer's bytes can be freed, or `None` if they can't be freed.
     fn new(problem: &Problem, capacity: u64, unit: u64, helps: impl Fn(&Buffer) -> Option<Lifetime>) -> Self {
-        let forbidden = problem.forbidden().iter().map(|range| range.end.min(capacity).saturating_sub(range.start));
-        let room = capacity.saturating_sub(forbidden.sum());
-        // The topmost buffer may fill its last unit only in part, so the room is rounded up.
-        let room = u128::from(room).next_multiple_of(unit.into());
+        let room = room(problem, capacity, unit);
         let rounded = |b: &Buffer| b.bytes.checked_next_multiple_of(unit).unwrap_or(b.bytes);
         let alive = || problem.ids().filter(|&id| problem.buffer(id).bytes > 0);
         let mut points: Vec<u64> = Vec::new();

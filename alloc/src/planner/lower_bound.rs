@@ -1,7 +1,110 @@
-//! A lower bound that takes the pins into account.
+//! Lower bounds that take pins and alignments into account.
+
+use std::collections::BTreeMap;
 
 use super::decompose::parts::Part;
 use crate::order::sort_by_key;
+use crate::{BufferId, Problem};
+
+/// A lower bound on the height of every plan, and buffers that are topmost in a plan of this height.
+#[derive(Debug, Default)]
+pub(crate) struct Aligned {
+    /// The bound in bytes; 0 if alignments force nothing.
+    pub bound: u64,
+    /// Buffers with their offsets. At every tick at which the most bytes are alive, one of them is alive.
+    pub top: Vec<(BufferId, u64)>,
+}
+
+/// Most alignments for which [`aligned_bound`] is computed: those of the most buffers.
+const MAX_ALIGNMENTS: usize = 32;
+
+/// Returns the highest bound that alignments force. For each alignment, it looks at the buffers whose alignments are
+/// multiples of it, with their sizes rounded up to multiples of it. One pass takes O(n log n) for n buffers.
+pub(crate) fn aligned_bound(problem: &Problem) -> Aligned {
+    let mut counts: BTreeMap<u64, usize> = BTreeMap::new();
+    for b in problem.buffers().iter().filter(|b| b.bytes > 0 && b.alignment > 1) {
+        *counts.entry(b.alignment).or_default() += 1;
+    }
+    let mut alignments: Vec<(usize, u64)> = counts.into_iter().map(|(alignment, count)| (count, alignment)).collect();
+    sort_by_key(&mut alignments, |&(count, alignment)| (std::cmp::Reverse(count), alignment));
+    let bounds = alignments.into_iter().take(MAX_ALIGNMENTS).filter_map(|(_, unit)| in_units(problem, unit));
+    bounds.fold(Aligned::default(), |best, next| if next.bound > best.bound { next } else { best })
+}
+
+/// Returns the bound of the buffers whose alignments are multiples of `unit`, or `None` if rounding their sizes up to
+/// multiples of `unit` adds nothing.
+///
+/// Let `most` be the most rounded bytes alive at one tick. In a plan whose rounded buffers end at `most`, one buffer ends
+/// there at each of the fullest ticks, and no two of these topmost buffers are alive together. So the plan is at least
+/// as high as the end of the topmost buffer with the least padding. The bound is the lowest such height over all chains
+/// of topmost buffers. If there is no chain, every plan is at least one unit higher.
+fn in_units(problem: &Problem, unit: u64) -> Option<Aligned> {
+    let buffer = |id: BufferId| problem.buffer(id);
+    let mut ids: Vec<BufferId> =
+        problem.ids().filter(|&id| buffer(id).bytes > 0 && buffer(id).alignment.is_multiple_of(unit)).collect();
+    if ids.iter().all(|&id| buffer(id).bytes.is_multiple_of(unit)) {
+        return None;
+    }
+    let rounded = |id: BufferId| u128::from(buffer(id).bytes).next_multiple_of(unit.into());
+    let padding = |id: BufferId| (rounded(id) - u128::from(buffer(id).bytes)) as u64;
+    sort_by_key(&mut ids, |&id| (buffer(id).lifetime.start, id));
+    // The bytes alive from each tick on at which a buffer is born or dies.
+    let mut change: BTreeMap<u64, i128> = BTreeMap::new();
+    for &id in &ids {
+        *change.entry(buffer(id).lifetime.start).or_default() += rounded(id) as i128;
+        *change.entry(buffer(id).lifetime.end).or_default() -= rounded(id) as i128;
+    }
+    let mut live = 0;
+    let live: Vec<(u64, i128)> = change
+        .into_iter()
+        .map(|(tick, change)| {
+            live += change;
+            (tick, live)
+        })
+        .collect();
+    let most = live.iter().map(|&(_, live)| live).max()? as u128;
+    let full: Vec<u64> = live.iter().filter(|tick| tick.1 as u128 == most).map(|tick| tick.0).collect();
+    let mut paddings: Vec<u64> = ids.iter().map(|&id| padding(id)).collect();
+    paddings.sort_unstable();
+    paddings.dedup();
+    // The larger the padding that is asked for, the fewer buffers remain, so the largest one that has a chain is found
+    // by bisection.
+    let chain_at = |padded: u64| {
+        let allowed = ids.iter().copied().filter(|&id| padding(id) >= padded);
+        chain(problem, &full, allowed)
+    };
+    let possible = paddings.partition_point(|&padded| chain_at(padded).is_some());
+    let (height, top) = match possible.checked_sub(1) {
+        Some(last) => (most - u128::from(paddings[last]), chain_at(paddings[last])?),
+        None => (most + u128::from(unit) - u128::from(*paddings.last()?), Vec::new()),
+    };
+    let top = top.into_iter().map(|id| Some((id, u64::try_from(most - rounded(id)).ok()?))).collect::<Option<_>>()?;
+    Some(Aligned { bound: u64::try_from(height).ok()?, top })
+}
+
+/// Returns buffers of which exactly one is alive at each of the ticks `full`, and no two are alive together. `allowed`
+/// has the buffers to choose from, in order of their births. Returns `None` if there are no such buffers.
+fn chain(problem: &Problem, full: &[u64], allowed: impl Iterator<Item = BufferId>) -> Option<Vec<BufferId>> {
+    // For each number of ticks, the chain that has a buffer at these first ticks and ends first: its end, its last
+    // buffer, and the number of ticks before that buffer.
+    let mut chains: Vec<Option<(u64, BufferId, usize)>> = vec![None; full.len() + 1];
+    for id in allowed {
+        let lifetime = &problem.buffer(id).lifetime;
+        let [first, after] = [lifetime.start, lifetime.end].map(|tick| full.partition_point(|&t| t < tick));
+        let follows = first == 0 || chains[first].is_some_and(|chain| chain.0 <= lifetime.start);
+        if first < after && follows && chains[after].is_none_or(|chain| lifetime.end < chain.0) {
+            chains[after] = Some((lifetime.end, id, first));
+        }
+    }
+    let mut links = Vec::new();
+    let mut ticks = full.len();
+    while ticks > 0 {
+        let (_, id, before) = chains[ticks]?;
+        links.push(id);
+        ticks = before;
+    }
+    Some(links)
+}
 
 /// Returns a lower bound on the height: the maximum, over all cliques, of the least height at which the space between
 /// the pins holds all other live items. The bound assumes that items can be cut into pieces (water filling), so it

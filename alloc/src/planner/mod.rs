@@ -5,7 +5,7 @@
 //! - [`decompose`] splits the problem exactly. It turns ticks into cliques, forms independent
 //!   [`parts`](decompose::parts), and puts buffers that live throughout a part at its bottom. Its
 //!   [`regions`](decompose::regions) separate sizes where a part is fullest.
-//! - [`lower_bound`](mod@lower_bound) bounds the height of a part with pins.
+//! - [`lower_bound`](mod@lower_bound) bounds the height of a part with pins, and of buffers with alignments.
 //! - [`place`] plans from scratch. One [`sweep`](place::sweep) engine serves both simple policies
 //!   ([`portfolio`](place::portfolio)) and scored places with backtracking ([`backtrack`](place::backtrack)). There are
 //!   also [`strips`](place::strips).
@@ -15,7 +15,7 @@
 //! - [`space`] has the indexes of addresses for all of these.
 //! - [`solve`] lists the searches that are tried on a part, in order. [`run`] runs them on all parts and concludes what
 //!   is proven.
-//! - [`features`] adds groups whose members live differently, and plans that keep earlier addresses.
+//! - [`features`] adds groups that are no rectangles, pairs to keep apart, and plans that keep earlier addresses.
 //! - [`budget`] counts the cost; [`mix`](mod@mix) has the random bits of all searches.
 
 mod budget;
@@ -51,7 +51,9 @@ pub struct Options {
     pub deadline: Option<Duration>,
     /// Number of threads; `None` uses the current rayon pool. The number has no influence on the plan.
     pub threads: Option<usize>,
-    /// Offsets of an earlier plan, by buffer. The planner keeps these offsets as far as that costs no height.
+    /// Offsets of an earlier plan, by buffer. The planner keeps these offsets as far as that costs no height; with a
+    /// capacity, as far as the plan fits. This takes work in addition to [`work`](Self::work): at most 50 per buffer
+    /// and 100,000, twelve times.
     pub warm_start: Option<Vec<Option<u64>>>,
 }
 
@@ -167,9 +169,23 @@ pub struct Solution {
 }
 
 impl Solution {
+    /// The best proven lower bound in bytes: no plan is lower than this. It equals the height if the height is proven
+    /// lowest.
+    pub fn bound(&self) -> u64 {
+        match self.proof {
+            Proof::None { bound } => bound,
+            _ => self.height,
+        }
+    }
+
     /// Height ÷ lower bound; 1 means no gaps.
     pub fn gap(&self) -> f64 {
         if self.lower_bound == 0 { 1.0 } else { self.height as f64 / self.lower_bound as f64 }
+    }
+
+    /// Height ÷ [best proven lower bound](Self::bound); 1 if the height is proven lowest.
+    pub fn bound_gap(&self) -> f64 {
+        if self.bound() == 0 { 1.0 } else { self.height as f64 / self.bound() as f64 }
     }
 }
 
@@ -190,5 +206,5 @@ pub fn plan(problem: &Problem, options: &Options) -> Solution {
 
 fn plan_here(problem: &Problem, options: &Options) -> Solution {
     let run = Run::new(problem, options);
-    if groups::has_ragged_groups(problem) { groups::plan(run) } else { run.plan() }
+    if groups::has_rigid_units(problem) { groups::plan(run) } else { run.plan() }
 }

@@ -2,14 +2,11 @@
 //! lifetimes, a snapshot or a training step.
 
 use std::fmt::{self, Display};
-use std::fs::File;
-use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Context, bail};
-use flate2::bufread::MultiGzDecoder;
 use gapless::TrainError;
 use gapless::step::{EagerRun, Lowering, Origin, StartUp, Step};
 use gapless_alloc::draw::Bytes;
@@ -19,6 +16,7 @@ use gapless_allocators::{
 };
 use serde::Serialize;
 
+use crate::input::open;
 use crate::output::{Size, exit_code, picture, print, tell, to_json};
 use crate::plan::seconds;
 use crate::step::RunArguments;
@@ -388,12 +386,4 @@ fn of_ranks(step: &Step, first_steps: Option<u16>) -> anyhow::Result<Vec<Program
         })
     };
     step.ranks.iter().map(planned).collect()
-}
-
-/// Opens a file for reading. A gzipped file is decompressed.
-fn open(path: &Path) -> anyhow::Result<Box<dyn BufRead>> {
-    let cannot = || format!("cannot open {}", path.display());
-    let mut file = BufReader::new(File::open(path).with_context(cannot)?);
-    let is_gzip = file.fill_buf().with_context(cannot)?.starts_with(&[0x1f, 0x8b]);
-    Ok(if is_gzip { Box::new(BufReader::new(MultiGzDecoder::new(file))) } else { Box::new(file) })
 }

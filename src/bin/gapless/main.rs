@@ -4,6 +4,7 @@ mod compare;
 mod eval;
 mod export;
 mod init;
+mod input;
 mod limits;
 mod merge;
 mod output;

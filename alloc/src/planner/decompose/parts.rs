@@ -23,6 +23,7 @@ use rayon::prelude::*;
 use super::timeline::Buckets;
 use crate::order::sort_by_key;
 use crate::planner::lower_bound::fractional_bound;
+pub(crate) use crate::problem::gcd;
 use crate::{BufferId, Lifetime, Problem};
 
 /// One rectangle to place, in a part's own cliques `[start, end)`.
@@ -284,7 +285,12 @@ fn table(problem: &Problem, rounded: bool) -> Table {
         }
     }
     for (index, g) in problem.groups().iter().enumerate().filter(|(_, g)| g.bytes > 0) {
-        table.push(Source::Group(index as u32), &g.lifetime, g.bytes, g.alignment, g.offset);
+        // An item has no phase. So the bytes from a multiple of the alignment up to the group are part of its item.
+        let (bytes, alignment) = match g.offset {
+            None => (g.phase + g.bytes, g.alignment),
+            Some(_) => (g.bytes, gcd(g.alignment, g.phase)),
+        };
+        table.push(Source::Group(index as u32), &g.lifetime, bytes, alignment, g.offset);
     }
     let common = table.items.iter().fold(0, |unit, item| gcd(unit, item.alignment));
     // A forbidden range may begin anywhere, and a buffer that ends right below it must keep its size.
@@ -312,13 +318,6 @@ fn table(problem: &Problem, rounded: bool) -> Table {
         }
     }
     table
-}
-
-pub(crate) fn gcd(mut a: u64, mut b: u64) -> u64 {
-    while b != 0 {
-        (a, b) = (b, a % b);
-    }
-    a
 }
 
 /// Step 3 of this module's list: sets the `start` and `end` of the items and returns the number of cliques.

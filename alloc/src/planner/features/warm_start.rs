@@ -29,7 +29,7 @@ pub(in crate::planner) fn keep(
             Some(at) => problem.buffer(id).clone().at(at),
             None => problem.buffer(id).clone(),
         };
-        let Some(with_pins) = problem.with_buffers(problem.ids().map(pinned).collect()) else { break };
+        let Ok(with_pins) = problem.with_buffers(problem.ids().map(pinned).collect()) else { break };
         if budget.is_late() {
             break;
         }

@@ -30,7 +30,7 @@ use crate::step::{RunArguments, is_run};
 #[derive(clap::Args)]
 #[command(after_help = profiles())]
 pub struct Arguments {
-    /// A table of buffers (CSV), or the file of a run (.toml).
+    /// A table of buffers (CSV, may be gzipped), or the file of a run (.toml).
     file: Option<PathBuf>,
     /// Bytes that the table's plan must fit into, e.g. 600MiB; by default the plan is made as small as possible.
     #[arg(long, value_name = "SIZE", value_parser = Bytes::read, allow_negative_numbers = true)]
@@ -38,6 +38,9 @@ pub struct Arguments {
     /// Seconds after which the search for a smaller plan of the table, and for ways to make it fit, stops.
     #[arg(long, value_name = "S", value_parser = seconds, allow_negative_numbers = true)]
     deadline: Option<Duration>,
+    /// Most work that may be spent on the table's plan, in buffers looked at; by default 150 million, which takes about five seconds.
+    #[arg(long, value_name = "NUMBER")]
+    work: Option<u64>,
     /// The use of the table's offset column; --out writes one.
     #[arg(long, value_enum, default_value = "pin")]
     offsets: table::Offsets,
@@ -90,8 +93,8 @@ pub fn run(arguments: &Arguments) -> ExitCode {
 }
 
 fn step(arguments: &Arguments) -> anyhow::Result<Fit> {
-    if arguments.capacity.is_some() || arguments.deadline.is_some() {
-        bail!("--capacity and --deadline apply to tables only; limit a run with --budget 600MiB");
+    if arguments.capacity.is_some() || arguments.deadline.is_some() || arguments.work.is_some() {
+        bail!("--capacity, --deadline and --work apply to tables only; limit a run with --budget 600MiB");
     }
     let mut run = arguments.run.run(arguments.file.as_deref())?;
     let meshes = match arguments.ranks {

@@ -1,8 +1,7 @@
 //! `gapless plan FILE`: plans a table of buffers.
 
 use std::borrow::Cow;
-use std::fs::File;
-use std::io::{self, BufReader};
+use std::io;
 use std::path::Path;
 use std::time::Instant;
 
@@ -12,11 +11,12 @@ use gapless::step::Origin;
 use gapless_alloc::csv::{self, Table};
 use gapless_alloc::draw::MemoryMap;
 use gapless_alloc::{
-    Deadline, Explanation, Fit, Label, Options, Problem, Proof, Role, Solution, StopReason, check, explain, plan,
+    BufferId, Deadline, Explanation, Fit, Label, Options, Problem, Role, Solution, StopReason, check, explain, plan,
     plan_hash,
 };
 
 use super::{Arguments, draw};
+use crate::input::open;
 use crate::output::{print, replace, tell};
 
 /// The use of a table's offset column.
@@ -30,27 +30,41 @@ pub enum Offsets {
     Ignore,
 }
 
-/// Plans the table in a file.
+/// Plans the table in a file, which may be gzipped.
 pub fn place(arguments: &Arguments, file: &Path) -> anyhow::Result<Fit> {
-    let cannot = || format!("cannot read {}", file.display());
-    let input = File::open(file).with_context(|| format!("cannot open {}", file.display()))?;
-    let table = csv::read(BufReader::new(input)).with_context(cannot)?;
-    place_table(arguments, &table, &file.display().to_string(), Options::DEFAULT_WORK)
+    let table = csv::read(open(file)?).with_context(|| format!("cannot read {}", file.display()))?;
+    let work = arguments.work.unwrap_or(Options::DEFAULT_WORK);
+    place_table(arguments, &table, &file.display().to_string(), work)
 }
 
 /// Plans a table with at most `work` work; `name` is its name in messages.
 pub fn place_table(arguments: &Arguments, table: &Table, name: &str, work: u64) -> anyhow::Result<Fit> {
     let deadline = Deadline::after(arguments.deadline);
-    let problem = match arguments.offsets {
-        Offsets::Pin if table.offsets.is_some() => {
-            Cow::Owned(table.pinned().with_context(|| format!("cannot read {name}"))?)
-        }
-        _ => Cow::Borrowed(&table.problem),
+    let pinned = arguments.offsets == Offsets::Pin && table.offsets.is_some();
+    let cannot = || format!("cannot read {name}");
+    let pieces = match table.gaps.is_empty() {
+        true => None,
+        false => Some(table.pieces(pinned).with_context(cannot)?),
     };
-    tell_what_it_means(table, &problem);
+    let problem = match &pieces {
+        Some(pieces) => Cow::Borrowed(&pieces.problem),
+        None if pinned => Cow::Owned(table.pinned().with_context(cannot)?),
+        None => Cow::Borrowed(&table.problem),
+    };
+    if pinned {
+        let (pins, buffers) = (table.offsets.iter().flatten().flatten().count(), table.ids.len());
+        if pins > 0 {
+            tell(format_args!(
+                "{pins} of {buffers} buffers are pinned by their offset; --offsets keep or ignore frees them"
+            ));
+        }
+    }
     let options = Options { capacity: arguments.capacity, deadline: deadline.left(), work, ..Options::default() };
     let start = Instant::now();
-    let warm_start = preferred(table, arguments.offsets);
+    let warm_start = preferred(table, arguments.offsets).map(|earlier| match &pieces {
+        Some(pieces) => pieces.spread(&earlier, |at, distance| (*at)?.checked_add(distance)),
+        None => earlier,
+    });
     let solution = plan(&problem, &Options { warm_start, ..options.clone() });
     let plan_ms = start.elapsed().as_secs_f64() * 1e3;
     if solution.offsets.len() != problem.len() {
@@ -60,24 +74,32 @@ pub fn place_table(arguments: &Arguments, table: &Table, name: &str, work: u64) 
         panic!("the planner made a plan that the checker rejects: {violations:?}");
     }
     if let Some(out) = &arguments.out {
-        replace(out, |out| table.write(out, Some(&solution.offsets)).map_err(io::Error::other))
+        let offsets = pieces.as_ref().map_or(&solution.offsets[..], |pieces| pieces.offsets(&solution.offsets));
+        replace(out, |out| table.write(out, Some(offsets)).map_err(io::Error::other))
             .with_context(|| format!("cannot write {}", out.display()))?;
     }
     if let Some(path) = &arguments.draw {
         let labels: Vec<Label> = table.ids.iter().map(|id| label(id)).collect();
+        let labels = match &pieces {
+            Some(pieces) => pieces.spread(&labels, |label, _| label.clone()),
+            None => labels,
+        };
         let title = path.file_stem().map_or_else(|| "plan".into(), |stem| stem.to_string_lossy());
         draw(path, &MemoryMap::new(&title, &problem, &solution.offsets, &labels)?)?;
     }
-    let verdict = Verdict::new(table, &solution, arguments.capacity);
-    report(arguments, &problem, &solution, &verdict, plan_ms)?;
-    if verdict.fit != Fit::Fits {
+    report(arguments, table, &problem, &solution, plan_ms)?;
+    if solution.fit != Fit::Fits {
         let why = explain(&problem, &[], &solution, &Options { deadline: deadline.left(), ..options });
-        if !table.gaps.is_empty() {
-            tell("the following explanation ignores the gaps of buffers");
-        }
-        tell_why(&verdict, why.map(|why| why.named(|id| table.ids[id.index()].clone())));
+        let name = |id: BufferId| match &pieces {
+            Some(pieces) if pieces.origin(id) != id => {
+                let ticks = &problem.buffer(id).lifetime;
+                format!("{} in ticks {} to {}", table.ids[pieces.origin(id).index()], ticks.start, ticks.end)
+            }
+            _ => table.ids[id.index()].clone(),
+        };
+        tell_why(&solution, why.map(|why| why.named(name)));
     }
-    Ok(verdict.fit)
+    Ok(solution.fit)
 }
 
 /// Returns the offsets of the table that are kept if this does not raise the height of the plan.
@@ -89,54 +111,6 @@ fn preferred(table: &Table, offsets: Offsets) -> Option<Vec<Option<u64>>> {
     }
 }
 
-/// Prints how the table's fixed offsets (pins) and gaps affect its plan.
-fn tell_what_it_means(table: &Table, problem: &Problem) {
-    let pins = problem.buffers().iter().filter(|b| b.offset.is_some()).count();
-    if pins > 0 {
-        let buffers = problem.len();
-        tell(format_args!(
-            "{pins} of {buffers} buffers are pinned by their offset; --offsets keep or ignore frees them"
-        ));
-    }
-    if !table.gaps.is_empty() {
-        tell("gaps are ignored: every buffer keeps its bytes for its whole lifetime, so a lower plan may exist");
-    }
-}
-
-/// The result for the table as given. The planner ignores gaps. So if the table has gaps, statements that gaps could
-/// make false are replaced by weaker statements.
-struct Verdict {
-    lower_bound: u64,
-    proof: &'static str,
-    fit: Fit,
-    /// Height of the plan divided by its lower bound.
-    gap: f64,
-    stop_reason: StopReason,
-}
-
-impl Verdict {
-    fn new(table: &Table, solution: &Solution, capacity: Option<u64>) -> Self {
-        let &Solution { height, lower_bound, proof, fit, stop_reason, .. } = solution;
-        if table.gaps.is_empty() {
-            return Self { lower_bound, proof: proof.name(), fit, gap: solution.gap(), stop_reason };
-        }
-        let bound = table.lower_bound();
-        let proof = if height <= bound { Proof::MaxLive } else { Proof::None { bound } };
-        let fit = match (fit, capacity) {
-            (Fit::Impossible, Some(capacity)) if capacity >= bound => Fit::Unknown,
-            (fit, _) => fit,
-        };
-        let gap = if bound == 0 { 1.0 } else { height as f64 / bound as f64 };
-        let stop_reason = match (stop_reason, proof, fit) {
-            (StopReason::Proven, Proof::None { .. }, _) | (StopReason::Impossible, _, Fit::Unknown) => {
-                StopReason::Exhausted
-            }
-            _ => stop_reason,
-        };
-        Self { lower_bound: bound, proof: proof.name(), fit, gap, stop_reason }
-    }
-}
-
 /// Returns the label of a buffer. It has only the buffer's id, because a table has no other names.
 fn label(id: &str) -> Label {
     Label { tensor: id.to_owned(), op: String::new(), layer: String::new(), role: Role::Activation }
@@ -144,14 +118,14 @@ fn label(id: &str) -> Label {
 
 fn report(
     arguments: &Arguments,
+    table: &Table,
     problem: &Problem,
     solution: &Solution,
-    verdict: &Verdict,
     plan_ms: f64,
 ) -> anyhow::Result<()> {
-    let &Verdict { lower_bound, proof, fit, gap, stop_reason } = verdict;
-    let (buffers, height) = (solution.offsets.len(), solution.height);
-    let (stop_reason, stopped) = stopped(stop_reason);
+    let &Solution { height, lower_bound, proof, fit, .. } = solution;
+    let (buffers, gap, bound, bound_gap) = (table.ids.len(), solution.gap(), solution.bound(), solution.bound_gap());
+    let (stop_reason, stopped) = stopped(solution.stop_reason);
     if arguments.json {
         let Origin { version, commit, .. } = Origin::new(None);
         let mut json = serde_json::json!({
@@ -160,9 +134,12 @@ fn report(
             "plan_hash": plan_hash(problem, &solution.offsets).to_string(),
             "buffers": buffers,
             "lower_bound": lower_bound,
+            "bound": bound,
             "height": height,
             "gap": gap,
-            "proof": proof,
+            "bound_gap": bound_gap,
+            "proof": proof.name(),
+            "work": solution.stats.work,
             "plan_ms": plan_ms,
             "stop_reason": stop_reason,
         });
@@ -177,8 +154,14 @@ fn report(
         return print(|out| writeln!(out, "{json}"));
     }
     print(|out| {
-        writeln!(out, "{buffers} buffers in {height} bytes, {gap:.4} × the lower bound ({lower_bound})")?;
-        writeln!(out, "proof: {proof}; planned in {plan_ms:.1} ms, {stopped}")
+        match bound == lower_bound {
+            true => writeln!(out, "{buffers} buffers in {height} bytes, {gap:.4} × the lower bound ({lower_bound})")?,
+            false => writeln!(
+                out,
+                "{buffers} buffers in {height} bytes, {bound_gap:.4} × the best proven bound ({bound}), {gap:.4} × the most alive ({lower_bound})"
+            )?,
+        }
+        writeln!(out, "proof: {}; planned in {plan_ms:.1} ms, {stopped}", proof.name())
     })
 }
 
@@ -194,12 +177,12 @@ fn stopped(reason: StopReason) -> (&'static str, &'static str) {
     }
 }
 
-fn tell_why(verdict: &Verdict, why: Option<Explanation>) {
-    let late = match verdict.stop_reason {
+fn tell_why(solution: &Solution, why: Option<Explanation>) {
+    let late = match solution.stop_reason {
         StopReason::Deadline => "; the deadline passed, so more time may help",
         _ => "",
     };
-    match verdict.fit {
+    match solution.fit {
         Fit::Impossible => tell("does not fit: no plan does"),
         _ => tell(format_args!("does not fit: this plan does not, but a smaller one may exist{late}")),
     }
