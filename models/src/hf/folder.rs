@@ -8,7 +8,6 @@ use gapless_engine::nn::VarBuilder;
 use safetensors::tensor::TensorInfo;
 use serde_json::{Map, Value};
 
-use super::HEAD;
 use super::config::{Config, Pretrained};
 use super::error::{HfError, Result, WeightProblem};
 use super::fields::read_object;
@@ -171,9 +170,10 @@ impl Folder {
     /// If the head is tied to the embedding but its weight is stored nevertheless, checks that this weight is
     /// bit-identical to the embedding.
     fn check_tied(&self) -> Result<()> {
-        let Some((parameter, (file, head))) = self.config.tied_to().zip(self.find(HEAD)) else { return Ok(()) };
-        let (other, embedding_file, embedding) = self.tied(parameter);
-        let untied = || self.wrong(WeightProblem::Untied { name: HEAD.into(), other: other.into() });
+        let name = self.config.head();
+        let Some((parameter, (file, head))) = self.config.tied_to().zip(self.find(&name)) else { return Ok(()) };
+        let (other, embedding_file, embedding) = self.tied(&parameter);
+        let untied = || self.wrong(WeightProblem::Untied { name: name.clone(), other: other.into() });
         if head.shape != embedding.shape || head.dtype != embedding.dtype {
             return Err(untied());
         }

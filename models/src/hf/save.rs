@@ -15,7 +15,6 @@ use gapless_engine::nn::{Lora, Trainable};
 use safetensors::tensor::{Metadata, TensorInfo};
 use serde_json::{Map, Value, json};
 
-use super::HEAD;
 use super::config::Config;
 use super::error::{HfError, Result};
 use super::folder::{Folder, INDEX, SINGLE};
@@ -149,7 +148,7 @@ impl Folder {
     fn write_shard(
         &self,
         trainer: &Trainer,
-        origins: &BTreeMap<&str, Vec<Origin<'_>>>,
+        origins: &BTreeMap<String, Vec<Origin<'_>>>,
         names: &[&str],
         path: &Path,
     ) -> Result<()> {
@@ -205,19 +204,19 @@ fn copy_files(from: &Path, names: &[&str], to: &Path) -> Result<()> {
 
 /// Returns the origins of each stored tensor's parts, in the order of the tensor's elements. Tensors that belong to no
 /// parameter are left out.
-pub(super) fn origins<'a>(layout: &'a [ParameterLayout], config: &Config) -> BTreeMap<&'a str, Vec<Origin<'a>>> {
-    let mut origins: BTreeMap<&str, Vec<Origin<'_>>> = BTreeMap::new();
+pub(super) fn origins<'a>(layout: &'a [ParameterLayout], config: &Config) -> BTreeMap<String, Vec<Origin<'a>>> {
+    let mut origins: BTreeMap<String, Vec<Origin<'_>>> = BTreeMap::new();
     for placed in layout {
         let mut first = 0;
         for piece in &placed.pieces {
-            origins.entry(&piece.stored).or_default().push((&placed.parameter, first, piece));
+            origins.entry(piece.stored.clone()).or_default().push((&placed.parameter, first, piece));
             first += piece.elements.len();
         }
     }
     // If a tied head is stored nevertheless, it has the elements of the embedding.
-    let tied = layout.iter().find(|placed| Some(placed.parameter.as_str()) == config.tied_to());
-    if let Some(placed) = tied {
-        origins.insert(HEAD, vec![(&placed.parameter, 0, &placed.pieces[0])]);
+    let tied = config.tied_to();
+    if let Some(placed) = layout.iter().find(|placed| Some(&placed.parameter) == tied.as_ref()) {
+        origins.insert(config.head(), vec![(&placed.parameter, 0, &placed.pieces[0])]);
     }
     origins.values_mut().for_each(|parts| parts.sort_by_key(|(.., piece)| piece.elements.start));
     origins
