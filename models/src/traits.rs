@@ -176,7 +176,7 @@ impl Traits {
         let checked = numbers.fold(Checked::default(), |checked, (name, number)| checked.positive(name, number));
         let rotated = self.rotated_size.unwrap_or(head_size);
         checked
-            .extent("rotated_size", rotated, head_size.min(MAX_WIDTH))
+            .extent("rotated_size", self.rotated_size.unwrap_or(1), head_size.clamp(1, MAX_WIDTH))
             .extent("dynamic_rope.positions", self.dynamic_rope.as_ref().map_or(1, |it| it.positions), usize::MAX)
             .extent("query_growth.length", self.query_growth.as_ref().map_or(1, |it| it.length), usize::MAX)
             .done()?;
