@@ -219,7 +219,7 @@ impl LlamaConfig {
             QkNorm::Width => self.norm_parameters(q + kv),
         };
         let biases = usize::from(self.qkv_bias) * (q + 2 * kv) + usize::from(self.output_bias) * width;
-        attention + qk_norms + biases
+        attention + qk_norms + biases + if self.traits.sinks { self.heads } else { 0 }
     }
 
     /// Returns the number of parameters of one feed-forward layer.

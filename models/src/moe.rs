@@ -1,7 +1,7 @@
 //! The settings of a decoder with routed experts. They cover Mixtral (Jiang et al., arXiv 2401.04088), Qwen-MoE (arXiv
 //! 2407.10671, section 2.2.2) and the routing of DeepSeek (arXiv 2401.06066, 2412.19437).
 
-use gapless_engine::nn::{Capacity, Choice, RouterConfig, Score};
+use gapless_engine::nn::{Capacity, Choice, LimitedActivation, RouterConfig, Score};
 use gapless_engine::ops::{DropPolicy, ExpertGroups};
 use gapless_engine::{Error, Result};
 use schemars::JsonSchema;
@@ -25,6 +25,9 @@ pub struct MoeConfig {
     pub shared_hidden: usize,
     /// Whether the output of the shared expert is multiplied by a sigmoid gate (Qwen2-MoE).
     pub shared_gate: bool,
+    /// The activation of experts with biases (gpt-oss). If it is missing, experts are SwiGLU layers without biases.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub limited: Option<LimitedActivation>,
     /// The layers without experts.
     pub dense_layers: Vec<usize>,
     /// The settings of multi-head latent attention (DeepSeek). If they are missing, the model has the attention of a
@@ -42,6 +45,7 @@ impl Default for MoeConfig {
             expert_hidden: 14_336,
             shared_hidden: 0,
             shared_gate: false,
+            limited: None,
             dense_layers: Vec::new(),
             latent: None,
         }
@@ -192,8 +196,10 @@ impl MoeConfig {
         let (width, layers) = (self.llama.width as u64, sparse.count() as u64);
         let dense = self.llama.mlp_parameters() as u64;
         let shared = 3 * width * self.shared_hidden as u64 + if self.has_shared_gate() { width } else { 0 };
-        let router = width * self.router.experts as u64;
-        let experts = 3 * width * (experts * self.expert_hidden) as u64;
+        let logit_bias = if self.router.logit_bias { self.router.experts as u64 } else { 0 };
+        let router = width * self.router.experts as u64 + logit_bias;
+        let biases = if self.limited.is_some() { 2 * self.expert_hidden as u64 + width } else { 0 };
+        let experts = experts as u64 * (3 * width * self.expert_hidden as u64 + biases);
         let of_all = self.llama.layers as u64;
         let attention = self.latent.as_ref().map_or(0, |latent| of_all * latent.parameters(&self.llama) as u64);
         let replaced = if self.latent.is_some() { of_all * self.llama.attention_parameters() as u64 } else { 0 };

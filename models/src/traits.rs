@@ -14,15 +14,15 @@ use crate::limits::{Checked, MAX_WIDTH};
 pub struct Traits {
     /// The kind of the norms.
     pub norm: NormKind,
-    /// Whether queries, keys and values are the output of one layer (Phi-3, GPT-NeoX).
+    /// The layers that compute queries, keys and values.
     pub fused_qkv: FusedQkv,
-    /// Whether gate and up projection are one layer, whose output is the gate followed by the other (Phi-3, GLM-4).
+    /// True if gate and up projection are one layer, whose output is the gate followed by the other (Phi-3, GLM-4).
     pub fused_gate_up: bool,
-    /// Whether the feed-forward layer is down(activation(up)), without a gate (GPT-NeoX, StarCoder2).
+    /// True if the feed-forward layer is down(activation(up)), without a gate (GPT-NeoX, StarCoder2).
     pub ungated: bool,
     /// The width of the part of each head that is rotated. The default is the whole head.
     pub rotated_size: Option<usize>,
-    /// Whether the rotation pairs adjacent elements. If false, paired elements are half the rotated part apart.
+    /// True if the rotation pairs adjacent elements. If false, paired elements are half the rotated part apart.
     pub neighbours: bool,
     /// The layers without rotary positions (NoPE, Yang et al., arXiv 2501.18795).
     pub unrotated_layers: Vec<usize>,
@@ -35,6 +35,8 @@ pub struct Traits {
     /// The greatest absolute value of queries, keys and values before the rotation; greater ones are clamped (OLMoE,
     /// arXiv 2409.02060).
     pub qkv_clip: Option<f64>,
+    /// True if each head has a sink: a trained score that takes part in the softmax but has no value (gpt-oss).
+    pub sinks: bool,
     /// The factor of the embedding, besides that of `scaled_embedding` (Granite).
     pub embedding_scale: f64,
     /// The factor of the output of each attention and each feed-forward layer (Granite).
@@ -125,6 +127,7 @@ impl Default for Traits {
             long_rope: None,
             query_growth: None,
             qkv_clip: None,
+            sinks: false,
             embedding_scale: 1.0,
             residual_scale: 1.0,
             logit_scale: 1.0,

@@ -13,24 +13,19 @@ use crate::traits::FusedQkv;
 /// Grouped-query attention with rotary positions.
 #[derive(Debug, Clone)]
 pub(crate) struct Attention {
-    qkv: Projections,
+    /// The layers of queries, keys and values, or the one that computes all three.
+    qkv: Vec<Linear>,
     o_proj: Linear,
     /// The norms of queries and of keys, if they are normalized.
     norms: Option<[Norm; 2]>,
+    /// The sinks `[heads]`, if there are any.
+    sinks: Option<Tensor>,
     config: LlamaConfig,
     head_size: usize,
     /// The maximum number of tokens that a token attends to, including itself; `None` means all earlier tokens.
     window: Option<usize>,
     is_rotated: bool,
     layer: String,
-}
-
-/// The layers that compute queries, keys and values.
-#[derive(Debug, Clone)]
-enum Projections {
-    Separate([Linear; 3]),
-    Stacked(Linear),
-    ByHead(Linear),
 }
 
 impl Attention {
@@ -44,11 +39,9 @@ impl Attention {
         let (q, kv) = (heads * head_size, kv_heads * head_size);
         let linear = |out: usize, name: &str| linear_b(width, out, qkv_bias, vb.pp(name));
         let qkv = match config.traits.fused_qkv {
-            FusedQkv::Separate => {
-                Projections::Separate([linear(q, "q_proj")?, linear(kv, "k_proj")?, linear(kv, "v_proj")?])
-            }
-            FusedQkv::Stacked => Projections::Stacked(linear(q + 2 * kv, "qkv_proj")?),
-            FusedQkv::ByHead if kv_heads == heads => Projections::ByHead(linear(3 * q, "qkv_proj")?),
+            FusedQkv::Separate => vec![linear(q, "q_proj")?, linear(kv, "k_proj")?, linear(kv, "v_proj")?],
+            FusedQkv::Stacked => vec![linear(q + 2 * kv, "qkv_proj")?],
+            FusedQkv::ByHead if kv_heads == heads => vec![linear(3 * q, "qkv_proj")?],
             FusedQkv::ByHead => {
                 let why = format!("there are {kv_heads} key-value heads and {heads} heads, but fused_qkv is by_head");
                 return Err(Error::config("model", why, "use equal numbers"));
@@ -60,10 +53,12 @@ impl Attention {
             QkNorm::None => None,
             _ => Some([Norm::new(config, q, vb.pp("q_norm"))?, Norm::new(config, kv, vb.pp("k_norm"))?]),
         };
+        let sinks = config.traits.sinks.then(|| vb.get(heads, "sinks")).transpose()?;
         Ok(Self {
             qkv,
             o_proj,
             norms,
+            sinks,
             window: config.sliding_window.filter(|_| !config.full_layers.contains(&layer)),
             is_rotated: !config.traits.unrotated_layers.contains(&layer),
             config: config.clone(),
@@ -76,9 +71,9 @@ impl Attention {
         let _layer = x.enter(&self.layer);
         let LlamaConfig { heads, kv_heads, qk_norm, .. } = self.config;
         let (b, t, _) = x.dims3()?;
-        let fused = match &self.qkv {
-            Projections::Separate(_) => None,
-            Projections::Stacked(layer) | Projections::ByHead(layer) => Some(layer.forward(x)?),
+        let fused = match &self.qkv[..] {
+            [all] => Some(all.forward(x)?),
+            _ => None,
         };
         let projected = |part: usize| self.projected(x, fused.as_ref(), part);
         let clipped = |x: Tensor| self.config.traits.qkv_clip.map_or(Ok(x.clone()), |clip| x.clamp(-clip, clip));
@@ -107,8 +102,11 @@ impl Attention {
         }
         let scale = 1.0 / self.config.query_scale.unwrap_or(self.head_size as f64).sqrt();
         let (window, cap) = (self.window, self.config.attention_cap);
-        let y_bhtd =
-            q_bhtd.attend(&k_bhtd, &v_bhtd, ops::Attention { window, cap, ..ops::Attention::causal(scale) })?;
+        let how = ops::Attention { window, cap, ..ops::Attention::causal(scale) };
+        let y_bhtd = match &self.sinks {
+            None => q_bhtd.attend(&k_bhtd, &v_bhtd, how)?,
+            Some(sinks) => q_bhtd.attend_with_sinks(&k_bhtd, &v_bhtd, sinks, how)?,
+        };
         self.o_proj.forward(&y_bhtd.transpose(1, 2)?.reshape((b, t, heads * self.head_size))?)
     }
 
@@ -117,19 +115,14 @@ impl Attention {
     fn projected(&self, x: &Tensor, fused: Option<&Tensor>, part: usize) -> Result<Tensor> {
         let LlamaConfig { heads, kv_heads, .. } = self.config;
         let size = self.head_size;
-        match (&self.qkv, fused) {
-            (Projections::Separate(layers), _) => layers[part].forward(x),
-            (Projections::Stacked(_), Some(all)) => {
-                let first = [0, heads, heads + kv_heads][part];
-                all.narrow(2, first * size, [heads, kv_heads, kv_heads][part] * size)
-            }
-            (_, all) => {
-                let all = all.expect("the layer is fused");
-                let (b, t, _) = all.dims3()?;
-                let of_heads = all.reshape((b, t, heads, 3 * size))?.narrow(3, part * size, size)?;
-                of_heads.reshape((b, t, heads * size))
-            }
+        let Some(all) = fused else { return self.qkv[part].forward(x) };
+        if self.config.traits.fused_qkv == FusedQkv::Stacked {
+            let first = [0, heads, heads + kv_heads][part];
+            return all.narrow(2, first * size, [heads, kv_heads, kv_heads][part] * size);
         }
+        let (b, t, _) = all.dims3()?;
+        let of_heads = all.reshape((b, t, heads, 3 * size))?.narrow(3, part * size, size)?;
+        of_heads.reshape((b, t, heads * size))
     }
 
     /// Rotates queries or keys [batch, heads, tokens, head size], unless this layer has no rotary positions.
@@ -146,20 +139,28 @@ impl Attention {
     }
 
     fn rotated_whole(&self, x: &Tensor, tables: &Tables) -> Result<Tensor> {
-        let (theta, scaling) = match self.window.and(self.config.window_rope_theta) {
-            Some(theta) => (theta, RopeScaling::None),
-            None => (tables.theta, self.config.rope_scaling),
+        let neighbours = self.config.traits.neighbours;
+        let (theta, scaling) = match (self.window.and(self.config.window_rope_theta), &tables.rotation) {
+            (None, Some(rotation)) => return rotated_by(x, rotation, neighbours),
+            (None, None) => (tables.theta, self.config.rope_scaling),
+            (Some(theta), _) => (theta, RopeScaling::None),
         };
-        match &tables.rotation {
-            Some([cos, sin]) => {
-                let half = x.dim(3)? / 2;
-                let (a, b) = (x.narrow(3, 0, half)?, x.narrow(3, half, half)?);
-                let first = a.broadcast_mul(cos)?.sub(&b.broadcast_mul(sin)?)?;
-                let second = b.broadcast_mul(cos)?.add(&a.broadcast_mul(sin)?)?;
-                Tensor::cat(&[&first, &second], 3)
-            }
-            None if self.config.traits.neighbours => x.rope_i_scaled(theta, scaling),
-            None => x.rope_scaled(theta, scaling),
-        }
+        if neighbours { x.rope_i_scaled(theta, scaling) } else { x.rope_scaled(theta, scaling) }
     }
+}
+
+/// Rotates pairs of elements of x [batch, heads, tokens, size] by tables of cosines and sines.
+fn rotated_by(x: &Tensor, [cos, sin]: &[Tensor; 2], neighbours: bool) -> Result<Tensor> {
+    let (b, h, t, size) = x.dims4()?;
+    let half = size / 2;
+    // With neighbours, the elements of a pair are along the last dimension; without, along the one before it.
+    let (pairs, dim) = if neighbours { ((b, h, t, half, 2), 4) } else { ((b, h, t, 2, half), 3) };
+    let pairs = x.reshape(pairs)?;
+    let part = |i: usize| pairs.narrow(dim, i, 1)?.squeeze(dim);
+    let (first, second) = (part(0)?, part(1)?);
+    let turned = [
+        first.broadcast_mul(cos)?.sub(&second.broadcast_mul(sin)?)?,
+        second.broadcast_mul(cos)?.add(&first.broadcast_mul(sin)?)?,
+    ];
+    Tensor::stack(&turned, dim)?.reshape((b, h, t, size))
 }

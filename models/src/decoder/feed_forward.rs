@@ -9,18 +9,12 @@ use crate::moe::MoeConfig;
 /// The feed-forward layer down(activation(gate)·up), or down(activation(up)) without a gate.
 #[derive(Debug, Clone)]
 pub(crate) struct Mlp {
-    inner: Inner,
+    /// The layers of gate and up, or one that computes both, or that of up if there is no gate.
+    inner: Vec<Linear>,
     down_proj: Linear,
     activation: Activation,
+    is_gated: bool,
     layer: String,
-}
-
-/// The layers that compute gate and up.
-#[derive(Debug, Clone)]
-enum Inner {
-    Separate([Linear; 2]),
-    Fused(Linear),
-    Ungated(Linear),
 }
 
 impl Mlp {
@@ -28,28 +22,31 @@ impl Mlp {
         let &LlamaConfig { width, hidden, mlp_bias, .. } = config;
         let linear = |out: usize, name: &str| linear_b(width, out, mlp_bias, vb.pp(name));
         let inner = match (config.traits.ungated, config.traits.fused_gate_up) {
-            (true, _) => Inner::Ungated(linear(hidden, "up_proj")?),
-            (false, true) => Inner::Fused(linear(2 * hidden, "gate_up_proj")?),
-            (false, false) => Inner::Separate([linear(hidden, "gate_proj")?, linear(hidden, "up_proj")?]),
+            (true, _) => vec![linear(hidden, "up_proj")?],
+            (false, true) => vec![linear(2 * hidden, "gate_up_proj")?],
+            (false, false) => vec![linear(hidden, "gate_proj")?, linear(hidden, "up_proj")?],
         };
         Ok(Self {
             inner,
             down_proj: linear_b(hidden, width, mlp_bias, vb.pp("down_proj"))?,
             activation: Activation::new(config.activation, &vb.pp("act_fn"))?,
+            is_gated: !config.traits.ungated,
             layer: vb.prefix().to_owned(),
         })
     }
 
     pub(crate) fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let _layer = x.enter(&self.layer);
-        let (gate, up) = match &self.inner {
-            Inner::Separate([gate, up]) => (gate.forward(x)?, up.forward(x)?),
-            Inner::Fused(both) => {
-                let both = both.forward(x)?;
-                let hidden = both.dim(2)? / 2;
-                (both.narrow(2, 0, hidden)?, both.narrow(2, hidden, hidden)?)
+        let first = self.inner[0].forward(x)?;
+        if !self.is_gated {
+            return self.down_proj.forward(&self.activation.forward(&first)?);
+        }
+        let (gate, up) = match self.inner.get(1) {
+            Some(up) => (first, up.forward(x)?),
+            None => {
+                let hidden = first.dim(2)? / 2;
+                (first.narrow(2, 0, hidden)?, first.narrow(2, hidden, hidden)?)
             }
-            Inner::Ungated(up) => return self.down_proj.forward(&self.activation.forward(&up.forward(x)?)?),
         };
         self.down_proj.forward(&match self.activation {
             Activation::Plain(GateActivation::Silu) => gate.swiglu(&up)?,
@@ -124,9 +121,13 @@ impl Sparse {
         };
         let shared_gate =
             config.has_shared_gate().then(|| linear_no_bias(width, 1, vb.pp("shared_expert_gate"))).transpose()?;
+        let (experts, hidden) = (config.router.experts, config.expert_hidden);
         Ok(Self {
             gate: Router::new(&config.router, width, vb.pp("gate"))?,
-            experts: Experts::new(config.router.experts, width, config.expert_hidden, vb.pp("experts"))?,
+            experts: match config.limited {
+                None => Experts::new(experts, width, hidden, vb.pp("experts"))?,
+                Some(activation) => Experts::limited(experts, width, hidden, activation, vb.pp("experts"))?,
+            },
             shared,
             shared_gate,
             layer: vb.prefix().to_owned(),

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use gapless_engine::nn::{RouterConfig, Score};
+use gapless_engine::nn::{LimitedActivation, RouterConfig, Score};
 use gapless_engine::ops::ExpertGroups;
 use serde_json::Value;
 
@@ -39,6 +39,7 @@ pub(super) fn qwen2(fields: &mut Fields, llama: LlamaConfig, _: &Family) -> MoeC
         expert_hidden: fields.count("moe_intermediate_size", Some(1408), SIZE),
         shared_hidden: fields.count("shared_expert_intermediate_size", Some(5632), SIZE),
         shared_gate: true,
+        limited: None,
         dense_layers: dense_layers(fields, llama.layers),
         router: router(fields, experts, Some(4), renormalise),
         llama,
@@ -77,6 +78,19 @@ pub(super) fn minimax(fields: &mut Fields, llama: LlamaConfig, _: &Family) -> Mo
     let router = router(fields, experts, Some(8), true);
     let router = RouterConfig { score: Score::Sigmoid, fixed_bias: true, ..router };
     MoeConfig { expert_hidden: llama.hidden, llama, router, ..MoeConfig::default() }
+}
+
+pub(super) fn gpt_oss(fields: &mut Fields, llama: LlamaConfig, _: &Family) -> MoeConfig {
+    let experts = experts(fields, 128);
+    let activation = LimitedActivation {
+        alpha: fields.positive("swiglu_alpha", Some(1.702)),
+        limit: fields.positive("swiglu_limit", Some(7.0)),
+    };
+    let router = RouterConfig { logit_bias: true, ..router(fields, experts, Some(4), true) };
+    // Another name of an option in published files, and the length of the first part of the training.
+    fields.require("experts_per_token", router.top_k);
+    fields.ignore(&["initial_context_length"]);
+    MoeConfig { expert_hidden: llama.hidden, llama, router, limited: Some(activation), ..MoeConfig::default() }
 }
 
 /// Reads the number of experts. Some files have the option `num_experts`, and others have `num_local_experts` instead.
@@ -130,12 +144,16 @@ fn sigmoid_experts(fields: &mut Fields, llama: LlamaConfig, defaults: &DeepSeek)
     let experts = moe.router.experts;
     let count = fields.count("n_group", Some(defaults.groups.0), 1..=experts);
     let limit = fields.count("topk_group", Some(defaults.groups.1.min(count)), 1..=count);
-    if !experts.is_multiple_of(count) {
-        fields.wrong("n_group", &count.into(), &format!("a divisor of n_routed_experts, {experts}"));
-    }
+    check_groups(fields, count, experts);
     let groups = (count > limit).then_some(ExpertGroups { count, limit });
     moe.router = RouterConfig { score: Score::Sigmoid, groups, fixed_bias: true, ..moe.router };
     moe
+}
+
+fn check_groups(fields: &mut Fields, count: usize, experts: usize) {
+    if !experts.is_multiple_of(count) {
+        fields.wrong("n_group", &count.into(), &format!("a divisor of n_routed_experts, {experts}"));
+    }
 }
 
 fn deepseek(fields: &mut Fields, llama: LlamaConfig, defaults: &DeepSeek, renormalise: bool) -> MoeConfig {
@@ -152,6 +170,7 @@ fn deepseek(fields: &mut Fields, llama: LlamaConfig, defaults: &DeepSeek, renorm
         expert_hidden,
         shared_hidden: shared * expert_hidden,
         shared_gate: false,
+        limited: None,
         latent: None,
         router,
         llama,
@@ -203,9 +222,9 @@ pub(super) fn deepseek_v2(fields: &mut Fields, llama: LlamaConfig, family: &Fami
     } else {
         let count = fields.count("n_group", None, 1..=moe.router.experts);
         let limit = fields.count("topk_group", None, 1..=count);
-        if limit < count {
-            fields.unsupported("topk_method", &method.into(), "greedy, or as many topk_group as n_group");
-        }
+        check_groups(fields, count, moe.router.experts);
+        moe.router.groups = (count > limit).then_some(ExpertGroups { count, limit });
+        moe.router.groups_by_best = true;
     }
     moe.latent = Some(latent);
     moe

@@ -3,7 +3,7 @@
 use super::experts;
 use super::family::{ATTENTION_BIAS, Bias, Family, Unrotated};
 use super::fields::Fields;
-use super::layout::{GRANITE, MIXTRAL};
+use super::layout::{GPT_OSS, GRANITE, MIXTRAL};
 use super::rope;
 use super::window::WindowedLayers;
 use crate::{FusedQkv, GateActivation, LlamaConfig, NormKind, Norms, QkNorm};
@@ -428,6 +428,29 @@ pub(super) const FAMILIES: &[Family] = &[
         window: WindowedLayers::From(62),
         names: &[("shared_expert", "shared_experts")],
         experts: Some(experts::dots1),
+        ..LLAMA
+    },
+    // gpt-oss (arXiv 2508.10925): sinks, and experts with biases and limits.
+    Family {
+        name: "gpt_oss",
+        rope_theta: 150_000.0,
+        eps: ("rms_norm_eps", 1e-5),
+        kv_heads: Some(8),
+        head_size: Some(64),
+        biases: [Bias::Option("attention_bias", true), Bias::Option("attention_bias", true), Bias::Never],
+        window: WindowedLayers::AllBut { every: 2 },
+        names: &[("gate", "router")],
+        prepare: |fields, _| {
+            rope::default(fields, || {
+                serde_json::json!({
+                    "rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "beta_fast": 32.0,
+                    "beta_slow": 1.0, "truncate": false,
+                })
+            });
+        },
+        finish: |_, config| config.traits.sinks = true,
+        experts: Some(experts::gpt_oss),
+        expert_names: GPT_OSS,
         ..LLAMA
     },
     Family {

@@ -26,7 +26,7 @@ pub(super) struct Family {
     pub partial: Option<f64>,
     /// Default of `original_max_position_embeddings`, beside the options of the rotary positions.
     pub original_positions: Option<usize>,
-    /// Whether queries grow with their position by the option `llama_4_scaling_beta`.
+    /// True if queries grow with their position by the option `llama_4_scaling_beta`.
     pub growing_queries: bool,
     /// The option of the norms' epsilon, and its default.
     pub eps: (&'static str, f64),
@@ -61,13 +61,13 @@ pub(super) struct Family {
     pub experts: Option<fn(&mut Fields, LlamaConfig, &Family) -> MoeConfig>,
     /// The names of the experts' tensors in files.
     pub expert_names: ExpertNames,
-    /// Whether files may have further layers, which predict further tokens and are left out.
+    /// True if files may have further layers, which predict further tokens and are left out.
     pub predicts_further: bool,
     /// The factor of queries and keys, as part of the factor of the scores (DeepSeek).
     pub stretch: f64,
 }
 
-/// Whether layers have biases.
+/// The condition under which layers have biases.
 #[derive(Clone, Copy)]
 pub(super) enum Bias {
     Never,

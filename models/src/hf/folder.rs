@@ -103,7 +103,7 @@ impl Folder {
                 return Err(self.wrong(WeightProblem::Missing { name, shape }));
             };
             elements.clear();
-            elements.reserve_exact(placed.pieces.iter().map(|piece| piece.elements.len()).sum());
+            elements.reserve_exact(placed.pieces.iter().map(StoredRange::len).sum());
             for piece in &placed.pieces {
                 self.read(piece, &mut elements)?;
             }
@@ -119,21 +119,17 @@ impl Folder {
         Some((file, file.info(stored)?))
     }
 
-    /// Reads the elements of a piece and appends them to `elements`. If the piece is stored transposed, the elements
-    /// are transposed first.
+    /// Reads the elements of a piece and appends them to `elements`, in the order of the parameter.
     fn read(&self, piece: &StoredRange, elements: &mut Vec<f32>) -> Result<()> {
         let (file, _) = self.find(&piece.stored).expect("every piece was found when the folder was opened");
         let (first, count) = (piece.elements.start, piece.elements.len());
-        if !piece.transposed {
+        if piece.columns.is_none() {
             return file.read_elements(&piece.stored, first, count, |x| elements.push(x));
         }
-        let (rows, columns) = (piece.shape[0], piece.shape[1]);
-        let (begin, mut at) = (elements.len(), 0);
-        elements.resize(begin + count, 0.0);
-        file.read_elements(&piece.stored, first, count, |x| {
-            elements[begin + at % columns * rows + at / columns] = x;
-            at += 1;
-        })
+        let mut all = Vec::with_capacity(count);
+        file.read_elements(&piece.stored, first, count, |x| all.push(x))?;
+        elements.extend(piece.places().map(|place| all[place]));
+        Ok(())
     }
 
     /// Checks the names, shapes and types of the stored tensors against the configuration, and appends every mismatch

@@ -27,10 +27,42 @@ pub(super) struct StoredRange {
     pub stored: String,
     /// Shape of the whole stored tensor.
     pub shape: Vec<usize>,
-    /// The range of elements.
+    /// The range of elements that holds the piece.
     pub elements: Range<usize>,
-    /// True if the stored tensor is [in, out] for a parameter [out, in].
+    /// The elements of the range that are those of the piece. `None` if all are, in their order.
+    pub columns: Option<Columns>,
+}
+
+/// Columns of a range of elements, which is a matrix.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct Columns {
+    /// The number of all columns of the matrix.
+    pub all: usize,
+    pub first: usize,
+    /// The difference between the numbers of neighbouring columns.
+    pub step: usize,
+    pub count: usize,
+    /// True if the parameter has the columns as its rows.
     pub transposed: bool,
+}
+
+impl StoredRange {
+    /// Number of elements of the piece.
+    pub fn len(&self) -> usize {
+        self.columns.map_or(self.elements.len(), |columns| self.elements.len() / columns.all * columns.count)
+    }
+
+    /// Returns, for each element of the piece in the order of the parameter, its place in the range of elements.
+    pub fn places(&self) -> impl Iterator<Item = usize> {
+        let all =
+            Columns { all: self.elements.len(), first: 0, step: 1, count: self.elements.len(), transposed: false };
+        let Columns { all, first, step, count, transposed } = self.columns.unwrap_or(all);
+        let rows = self.elements.len() / all.max(1);
+        (0..rows * count).map(move |i| {
+            let (row, column) = if transposed { (i % rows, i / rows) } else { (i / count, i % count) };
+            row * all + first + column * step
+        })
+    }
 }
 
 /// The names of the tensors of a layer with routed experts, under the path of the block. `{}` is the number of an expert.
@@ -42,6 +74,18 @@ pub(super) struct ExpertNames {
     /// Gate, up and down projection. If gate and up have the same name, the tensor has for each expert the rows of the gate
     /// before those of the up projection.
     projections: [&'static str; 3],
+    /// The layout of tensors with the weights of all experts.
+    fused: Fused,
+}
+
+/// The layout of a tensor with the weights of all experts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Fused {
+    /// [experts, out, in], the gate's rows before those of the up projection.
+    Rows,
+    /// [experts, in, out], with a column of the gate before each column of the up projection, and biases [experts, out] of
+    /// the same order.
+    Interleaved,
 }
 
 /// The names in most files.
@@ -53,6 +97,7 @@ pub(super) const NUMBERED: ExpertNames = ExpertNames {
         "mlp.experts.{}.up_proj.weight",
         "mlp.experts.{}.down_proj.weight",
     ],
+    fused: Fused::Rows,
 };
 const FUSED: ExpertNames = ExpertNames {
     projections: ["mlp.experts.gate_up_proj", "mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
@@ -66,7 +111,9 @@ pub(super) const MIXTRAL: ExpertNames = ExpertNames {
         "block_sparse_moe.experts.{}.w3.weight",
         "block_sparse_moe.experts.{}.w2.weight",
     ],
+    fused: Fused::Rows,
 };
+pub(super) const GPT_OSS: ExpertNames = ExpertNames { fused: Fused::Interleaved, ..FUSED };
 pub(super) const GRANITE: ExpertNames = ExpertNames {
     router: "block_sparse_moe.router.layer.weight",
     projections: [
@@ -85,13 +132,16 @@ pub(super) fn layout(config: &Config, stored: &BTreeSet<&str>) -> Vec<ParameterL
         let down = names.projections[2].replace("{}", "0");
         stored.iter().any(|name| name.ends_with(&down))
     });
-    let names = names.unwrap_or(config.expert_names());
+    // Interleaved tensors have the names of others.
+    let names = names.filter(|_| config.expert_names() != GPT_OSS).unwrap_or(config.expert_names());
     let place = |(parameter, shape): (&str, &[usize])| {
         let pieces = match (config.is_gpt2(), parameter.split_once(".mlp.experts.")) {
             (true, _) => {
                 let (name, transposed) = gpt2::stored(parameter, prefix);
                 let shape: Vec<usize> = if transposed { shape.iter().rev().copied().collect() } else { shape.to_vec() };
-                vec![StoredRange { transposed, ..whole(name, shape) }]
+                let all = shape[shape.len() - 1];
+                let columns = Columns { all, first: 0, step: 1, count: all, transposed };
+                vec![StoredRange { columns: transposed.then_some(columns), ..whole(name, shape) }]
             }
             (false, Some((block, part))) => experts(&names, block, part, shape),
             (false, None) => vec![whole(dense(&names, parameter), shape.to_vec())],
@@ -102,7 +152,7 @@ pub(super) fn layout(config: &Config, stored: &BTreeSet<&str>) -> Vec<ParameterL
 }
 
 fn whole(stored: String, shape: Vec<usize>) -> StoredRange {
-    StoredRange { stored, elements: 0..shape.iter().product(), shape, transposed: false }
+    StoredRange { stored, elements: 0..shape.iter().product(), shape, columns: None }
 }
 
 /// Returns the stored name of a parameter that does not have the weights of all experts.
@@ -116,21 +166,36 @@ fn dense(names: &ExpertNames, parameter: &str) -> String {
 }
 
 fn experts(names: &ExpertNames, block: &str, part: &str, shape: &[usize]) -> Vec<StoredRange> {
-    let (count, each) = (shape[0], shape[1] * shape[2]);
+    let (part, bias) = part.strip_suffix("_bias").map_or((part, ""), |part| (part, "_bias"));
     let part = ["gate_proj", "up_proj", "down_proj"].iter().position(|name| *name == part).expect("one of the three");
-    let [gate, up, _] = names.projections;
-    let name = format!("{block}.{}", names.projections[part]);
+    let name = format!("{block}.{}{bias}", names.projections[part]);
     if name.contains("{}") {
         let name = |expert: usize| name.replace("{}", &expert.to_string());
-        return (0..count).map(|expert| whole(name(expert), shape[1..].to_vec())).collect();
+        return (0..shape[0]).map(|expert| whole(name(expert), shape[1..].to_vec())).collect();
     }
-    if part == 2 || gate != up {
-        return vec![whole(name, shape.to_vec())];
-    }
+    // The extents of an expert: outputs, and inputs of a weight. Gate and up projection share a tensor.
+    let (count, outputs, inputs) = (shape[0], shape[1], shape.get(2).copied());
+    let share = if part == 2 { 1 } else { 2 };
+    let (all, each) = (share * outputs, outputs * inputs.unwrap_or(1));
+    let stored = match (names.fused, inputs) {
+        (_, None) => vec![count, all],
+        (Fused::Rows, Some(inputs)) => vec![count, all, inputs],
+        (Fused::Interleaved, Some(inputs)) => vec![count, inputs, all],
+    };
     let piece_of = |expert: usize| {
-        let begin = (2 * expert + part) * each;
-        let both = vec![count, 2 * shape[1], shape[2]];
-        StoredRange { elements: begin..begin + each, ..whole(name.clone(), both) }
+        let piece = whole(name.clone(), stored.clone());
+        let begin = expert * share * each;
+        match names.fused {
+            Fused::Rows => {
+                let begin = begin + part % share * each;
+                StoredRange { elements: begin..begin + each, ..piece }
+            }
+            Fused::Interleaved => {
+                let transposed = inputs.is_some();
+                let columns = Columns { all, first: part % share, step: share, count: outputs, transposed };
+                StoredRange { elements: begin..begin + share * each, columns: Some(columns), ..piece }
+            }
+        }
     };
     (0..count).map(piece_of).collect()
 }

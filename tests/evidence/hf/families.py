@@ -79,6 +79,8 @@ CASES = [
     ("dots1", "dots1", small(head_dim=12, n_routed_experts=4, n_shared_experts=2, first_k_dense_replace=1, norm_topk_prob=True,
                              sliding_window=6, max_window_layers=1, **SPARSE)),
     ("minimax_m2", "minimax_m2", small(head_dim=12, num_local_experts=4, num_experts_per_tok=2, rotary_dim=6)),
+    ("gpt_oss", "gpt_oss", small(head_dim=12, num_local_experts=4, num_experts_per_tok=2, sliding_window=6, swiglu_limit=0.8,
+                                 **rope(**YARN, truncate=False))),
     ("llama_dynamic", "llama", small(max_position_embeddings=12, hidden_act="gelu", **rope(rope_type="dynamic", factor=2.0))),
 ]
 
@@ -101,6 +103,8 @@ MORE = [
     ("gpt_neox_tied", "gpt_neox", dict(small(rotary_pct=1.0, tie_word_embeddings=True, rotary_emb_base=5000), num_key_value_heads=None)),
     ("starcoder2_tied", "starcoder2", small(use_bias=False, hidden_act="gelu")),
     ("stablelm_parallel", "stablelm", small(use_parallel_residual=True, partial_rotary_factor=0.25)),
+    ("cohere_dynamic", "cohere", small(max_position_embeddings=12, **rope(rope_type="dynamic", factor=2.0))),
+    ("glm_dynamic", "glm", small(max_position_embeddings=12, head_dim=16, **rope(rope_type="dynamic", factor=2.0, partial_rotary_factor=0.5))),
     ("cohere_bias", "cohere", small(attention_bias=True, tie_word_embeddings=False)),
     ("cohere2_pattern", "cohere2", small(num_hidden_layers=4, sliding_window=4, attention_bias=True)),
     ("cohere2_full", "cohere2", small(layer_types=[FULL, FULL])),
@@ -122,6 +126,8 @@ MORE = [
     ("minimax_m2_whole", "minimax_m2", small(head_dim=8, num_local_experts=5, num_experts_per_tok=3)),
     ("llama_relu", "llama", small(hidden_act="relu", **rope(rope_type="dynamic", factor=3.0))),
     ("llama_gelu_new", "llama", small(hidden_act="gelu_new", tie_word_embeddings=True)),
+    ("gpt_oss_plain", "gpt_oss", small(head_dim=8, num_local_experts=5, num_experts_per_tok=3, attention_bias=False, tie_word_embeddings=True,
+                                       layer_types=[FULL, SLIDING], sliding_window=4)),
     ("mistral_gelu", "mistral", small(hidden_act="gelu_pytorch_tanh")),
 ]
 
@@ -151,7 +157,7 @@ def elements(name, shape, salt):
         mean, width = 0.0, 0.5
     elif re.search(r"embed_tokens|embed_in", name):
         mean, width = 0.0, 0.4
-    elif re.search(r"lm_head|embed_out|q_proj|k_proj|qkv|query_key|q_b_proj|mlp\.gate\.|block_sparse_moe\.(gate|router)", name):
+    elif re.search(r"lm_head|embed_out|q_proj|k_proj|qkv|query_key|q_b_proj|mlp\.(gate|router)\.|block_sparse_moe\.(gate|router)", name):
         mean, width = 0.0, 3.0 / fan_in**0.5
     else:
         mean, width = 0.0, 1.8 / fan_in**0.5

@@ -26,7 +26,7 @@ pub use layers::{
     linear_with_hints, rms_norm, rms_norm_offset,
 };
 pub use model::Model;
-pub use moe::{Capacity, Choice, Exchange, Experts, Router, RouterConfig, Routing, Score};
+pub use moe::{Capacity, Choice, Exchange, Experts, LimitedActivation, Router, RouterConfig, Routing, Score};
 pub use ops::Dropout;
 pub use sequential::{Sequential, seq};
 pub use trainable::{Lora, Trainable, names};
