@@ -250,22 +250,22 @@ pub enum Pretrained {
     /// GPT-2.
     Gpt(Gpt),
     /// Any other model.
-    Decoder(Decoder),
+    Decoder(Box<Decoder>),
 }
 
 impl Pretrained {
     fn new(architecture: &Architecture, vb: VarBuilder) -> gapless_engine::Result<Self> {
         Ok(match architecture {
             Architecture::Gpt(config) => Self::Gpt(Gpt::new(config, vb)?),
-            Architecture::Llama(config) => Self::Decoder(Decoder::new(config, vb)?),
-            Architecture::Moe(config) => Self::Decoder(Decoder::new(config, vb)?),
+            Architecture::Llama(config) => Self::Decoder(Box::new(Decoder::new(config, vb)?)),
+            Architecture::Moe(config) => Self::Decoder(Box::new(Decoder::new(config, vb)?)),
         })
     }
 
     fn model(&self) -> &dyn Model {
         match self {
             Self::Gpt(model) => model,
-            Self::Decoder(model) => model,
+            Self::Decoder(model) => model.as_ref(),
         }
     }
 }

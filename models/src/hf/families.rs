@@ -469,7 +469,7 @@ pub(super) const FAMILIES: &[Family] = &[
 ];
 
 /// Families that cannot be read, with the part that is missing.
-pub(super) const REFUSED: [(&str, &str); 20] = [
+pub(super) const REFUSED: [(&str, &str); 22] = [
     ("bamba", STATE_SPACE),
     ("falcon_h1", STATE_SPACE),
     ("falcon_mamba", STATE_SPACE),
@@ -481,6 +481,8 @@ pub(super) const REFUSED: [(&str, &str); 20] = [
     ("jamba", STATE_SPACE),
     ("kimi_linear", LINEAR),
     ("lfm2", "short convolutions"),
+    ("llama4", "chunked attention"),
+    ("llama4_text", "chunked attention"),
     ("mamba", STATE_SPACE),
     ("mamba2", STATE_SPACE),
     ("minimax", LINEAR),

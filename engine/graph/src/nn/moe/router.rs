@@ -74,6 +74,7 @@ pub struct RouterConfig {
     pub groups: Option<ExpertGroups>,
     /// True if groups are ranked by their best expert, as in DeepSeek-V2, and not by their two best.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
+    #[schemars(extend("default" = false))]
     pub groups_by_best: bool,
     /// The side that chooses: tokens or experts.
     pub choice: Choice,
@@ -95,6 +96,7 @@ pub struct RouterConfig {
     pub bias_rate: f64,
     /// True if the logits have a trained bias per expert (gpt-oss).
     #[serde(skip_serializing_if = "std::ops::Not::not")]
+    #[schemars(extend("default" = false))]
     pub logit_bias: bool,
     /// Whether there is a bias even if `bias_rate` is 0, for example to fine-tune a model that was trained with one.
     pub fixed_bias: bool,

@@ -211,9 +211,9 @@ impl Attention {
         Ok(())
     }
 
-    /// Computes the outputs, and the log-sum-exp if `lse` is given, for queries at `positions` \[batch, queries\] among the keys of
-    /// a cache. Positions must be consecutive in each sequence. Each query sees the keys up to its own position; the
-    /// mask is ignored.
+    /// Computes the outputs, and the log-sum-exp if `lse` is given, for queries at `positions` \[batch, queries\] among
+    /// the keys of a cache. Positions must be consecutive in each sequence. Each query sees the keys up to its own
+    /// position; the mask is ignored.
     ///
     /// # Errors
     /// Returns the errors of [`Attention::forward`], and an error if a position is not among the keys.
