@@ -265,7 +265,7 @@ impl Pretrained {
     fn model(&self) -> &dyn Model {
         match self {
             Self::Gpt(model) => model,
-            Self::Decoder(model) => model.as_ref(),
+            Self::Decoder(model) => &**model,
         }
     }
 }
