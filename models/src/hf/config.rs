@@ -248,7 +248,7 @@ fn parameters(architecture: &Architecture, trainable: &Trainable) -> Result<Vec<
 #[derive(Debug, Clone)]
 pub enum Pretrained {
     /// GPT-2.
-    Gpt(Gpt),
+    Gpt(Box<Gpt>),
     /// Any other model.
     Decoder(Box<Decoder>),
 }
@@ -256,7 +256,7 @@ pub enum Pretrained {
 impl Pretrained {
     fn new(architecture: &Architecture, vb: VarBuilder) -> gapless_engine::Result<Self> {
         Ok(match architecture {
-            Architecture::Gpt(config) => Self::Gpt(Gpt::new(config, vb)?),
+            Architecture::Gpt(config) => Self::Gpt(Box::new(Gpt::new(config, vb)?)),
             Architecture::Llama(config) => Self::Decoder(Box::new(Decoder::new(config, vb)?)),
             Architecture::Moe(config) => Self::Decoder(Box::new(Decoder::new(config, vb)?)),
         })
@@ -264,7 +264,7 @@ impl Pretrained {
 
     fn model(&self) -> &dyn Model {
         match self {
-            Self::Gpt(model) => model,
+            Self::Gpt(model) => &**model,
             Self::Decoder(model) => &**model,
         }
     }
