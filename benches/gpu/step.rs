@@ -204,7 +204,7 @@ impl Step {
         match self.config() {
             Config::Gpt(config) => Trainer::new(|vb| Gpt::new(&config, vb), options),
             Config::Llama(config) => Trainer::new(|vb| Llama::new(&config, vb), options),
-            Config::Moe(config) => Trainer::new(|vb| Moe::new(&config, vb), options),
+            Config::Moe(config) => Trainer::new(|vb| Moe::new(&*config, vb), options),
         }
     }
 
@@ -217,7 +217,7 @@ impl Step {
         Ok(match self.config() {
             Config::Gpt(config) => step::program(|vb| Gpt::new(&config, vb), &options, 0, Target::Cuda),
             Config::Llama(config) => step::program(|vb| Llama::new(&config, vb), &options, 0, Target::Cuda),
-            Config::Moe(config) => step::program(|vb| Moe::new(&config, vb), &options, 0, Target::Cuda),
+            Config::Moe(config) => step::program(|vb| Moe::new(&*config, vb), &options, 0, Target::Cuda),
         }?)
     }
 

@@ -19,6 +19,7 @@ pub enum Kind {
 
 /// A model with its sizes.
 #[derive(Debug, Clone)]
+#[expect(clippy::large_enum_variant, reason = "there is one of it")]
 pub enum Model {
     Gpt(GptConfig),
     Llama(LlamaConfig),
@@ -97,7 +98,7 @@ impl Model {
         let program = match self {
             Self::Gpt(gpt) => program(|vb| Gpt::new(gpt, vb), step, 0, target)?,
             Self::Llama(llama) => program(|vb| Llama::new(llama, vb), step, 0, target)?,
-            Self::Mixtral(moe) => program(|vb| Moe::new(moe, vb), step, 0, target)?,
+            Self::Mixtral(moe) => program(|vb| Moe::new(&**moe, vb), step, 0, target)?,
         };
         Ok(program.flops())
     }
@@ -107,7 +108,7 @@ impl Model {
         Ok(match self {
             Self::Gpt(gpt) => Trainer::new(|vb| Gpt::new(gpt, vb), train)?,
             Self::Llama(llama) => Trainer::new(|vb| Llama::new(llama, vb), train)?,
-            Self::Mixtral(moe) => Trainer::new(|vb| Moe::new(moe, vb), train)?,
+            Self::Mixtral(moe) => Trainer::new(|vb| Moe::new(&**moe, vb), train)?,
         })
     }
 }

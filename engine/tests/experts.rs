@@ -92,7 +92,7 @@ fn the_best_experts() {
     let groups = |count, limit| Some(ExpertGroups { count, limit });
     for (k, groups) in [(1, None), (3, None), (8, None), (3, groups(4, 2)), (2, groups(8, 5)), (2, groups(1, 1))] {
         check(&[&[2, 5, 8]], &[], |x, _| {
-            let [values, _] = Tensor::apply_op(TopK { k, groups }, &[&x[0]])?;
+            let [values, _] = Tensor::apply_op(TopK { k, groups, by_best: k == 2 }, &[&x[0]])?;
             values.sqr()
         });
     }
@@ -151,7 +151,7 @@ fn padding_has_no_experts() {
     for capacity in capacities {
         check(&[&[2, TOKENS, EXPERTS], &[2, TOKENS, 5]], &[], |x, _| {
             let [routed, starts, limits] = padded(&x[0])?;
-            let [weights, ids] = Tensor::apply_op(TopK { k: 2, groups: None }, &[&x[0], &routed])?;
+            let [weights, ids] = Tensor::apply_op(TopK { k: 2, groups: None, by_best: false }, &[&x[0], &routed])?;
             let lightest = capacity.filter(|(_, drop)| *drop == DropPolicy::Lightest).map(|_| &weights);
             let limits = capacity.map(|_| &limits);
             let inputs: Vec<&Tensor> = [&ids].into_iter().chain(lightest).chain([&routed]).chain(limits).collect();

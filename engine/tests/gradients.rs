@@ -144,6 +144,11 @@ fn attention() {
         let heads = |i: usize| x[0].narrow(2, 16 * i, 16)?.reshape((2, 5, 2, 8))?.transpose(1, 2);
         heads(0)?.causal_attention(&heads(1)?, &heads(2)?, 0.3)?.transpose(1, 2)?.reshape((2, 5, 16))
     });
+    // A sink for each head.
+    let with_sinks: &[&[usize]] = &[&[2, 4, 3, 6], &[2, 2, 3, 6], &[2, 2, 3, 4], &[4]];
+    for how in [Attention { window: Some(2), ..Attention::causal(0.3) }, Attention::causal(0.3)] {
+        check(with_sinks, |x| x[0].attend_with_sinks(&x[1], &x[2], &x[3], how));
+    }
 }
 
 #[test]

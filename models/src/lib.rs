@@ -1,7 +1,8 @@
 //! Language models, written as in a textbook, on top of the gapless engine.
 //!
-//! Each model is one file: a configuration, the parameters, and the forward pass in candle's vocabulary. Parameters
-//! have the names of the Hugging Face checkpoints of the same architecture, which [`hf`] reads and writes.
+//! There are two: [`Gpt`], and [`Decoder`], whose traits make it a Llama, a mixture of experts or one of the other
+//! families. Both are written in candle's vocabulary. Parameters have the names of the Hugging Face checkpoints of the
+//! same architecture, which [`hf`] reads and writes.
 //!
 //! ```
 //! use gapless_engine::{StepOptions, Trainer};
@@ -20,6 +21,7 @@
 #![forbid(unsafe_code)]
 #![warn(missing_docs)]
 
+mod decoder;
 mod gpt;
 #[cfg(feature = "hugging-face")]
 pub mod hf;
@@ -27,11 +29,14 @@ mod latent;
 pub mod limits;
 mod llama;
 mod moe;
+mod traits;
 
+pub use decoder::{Decoder, Llama, Moe, Settings};
 pub use gpt::{Activation, Gpt, GptConfig};
 pub use latent::LatentConfig;
-pub use llama::{GateActivation, Llama, LlamaConfig, Norms, QkNorm};
-pub use moe::{Moe, MoeConfig, MoeStyle};
+pub use llama::{GateActivation, LlamaConfig, Norms, QkNorm};
+pub use moe::{MoeConfig, MoeStyle};
+pub use traits::{DynamicRope, FusedQkv, LongRope, NormKind, QueryGrowth, Traits};
 
 use gapless_engine::{Error, Result};
 

@@ -1,20 +1,17 @@
-//! Llama with mixtures of experts. The settings cover Mixtral (Jiang et al., arXiv 2401.04088), Qwen-MoE (arXiv
+//! The settings of a decoder with routed experts. They cover Mixtral (Jiang et al., arXiv 2401.04088), Qwen-MoE (arXiv
 //! 2407.10671, section 2.2.2) and the routing of DeepSeek (arXiv 2401.06066, 2412.19437).
 
-use gapless_engine::nn::{
-    Capacity, Choice, Embedding, Experts, Linear, Module, RmsNorm, Router, RouterConfig, Score, VarBuilder,
-    linear_no_bias,
-};
+use gapless_engine::nn::{Capacity, Choice, LimitedActivation, RouterConfig, Score};
 use gapless_engine::ops::{DropPolicy, ExpertGroups};
-use gapless_engine::{Error, Model, Result, Tensor};
+use gapless_engine::{Error, Result};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use crate::latent::{LatentAttention, LatentConfig};
+use crate::latent::LatentConfig;
 use crate::limits::{Checked, MAX_HIDDEN, MAX_TOKENS, MAX_WIDTH};
-use crate::llama::{Attention, LlamaConfig, Mlp, Residual};
+use crate::llama::LlamaConfig;
 
-/// The settings of a [`Moe`].
+/// The settings of a [`Moe`](crate::Moe).
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct MoeConfig {
@@ -28,6 +25,9 @@ pub struct MoeConfig {
     pub shared_hidden: usize,
     /// Whether the output of the shared expert is multiplied by a sigmoid gate (Qwen2-MoE).
     pub shared_gate: bool,
+    /// The activation of experts with biases (gpt-oss). If it is missing, experts are SwiGLU layers without biases.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub limited: Option<LimitedActivation>,
     /// The layers without experts.
     pub dense_layers: Vec<usize>,
     /// The settings of multi-head latent attention (DeepSeek). If they are missing, the model has the attention of a
@@ -45,6 +45,7 @@ impl Default for MoeConfig {
             expert_hidden: 14_336,
             shared_hidden: 0,
             shared_gate: false,
+            limited: None,
             dense_layers: Vec::new(),
             latent: None,
         }
@@ -149,6 +150,10 @@ impl MoeConfig {
     /// Returns an error for the first setting that is outside its limits.
     pub fn check(&self) -> Result<()> {
         self.llama.check()?;
+        if self.latent.is_some() && self.llama.traits.has_attention() {
+            let why = "latent attention has none of the traits of other attention";
+            return Err(Error::config("model", why.to_owned(), "leave latent or these traits out"));
+        }
         // An extent of 0 passes this check. The layer or router reports it with a message of its own.
         let checked = Checked::default()
             .extent("router.experts", self.router.experts.max(1), MAX_WIDTH)
@@ -191,191 +196,17 @@ impl MoeConfig {
         let (width, layers) = (self.llama.width as u64, sparse.count() as u64);
         let dense = self.llama.mlp_parameters() as u64;
         let shared = 3 * width * self.shared_hidden as u64 + if self.has_shared_gate() { width } else { 0 };
-        let router = width * self.router.experts as u64;
-        let experts = 3 * width * (experts * self.expert_hidden) as u64;
+        let logit_bias = if self.router.logit_bias { self.router.experts as u64 } else { 0 };
+        let router = width * self.router.experts as u64 + logit_bias;
+        let biases = if self.limited.is_some() { 2 * self.expert_hidden as u64 + width } else { 0 };
+        let experts = experts as u64 * (3 * width * self.expert_hidden as u64 + biases);
         let of_all = self.llama.layers as u64;
         let attention = self.latent.as_ref().map_or(0, |latent| of_all * latent.parameters(&self.llama) as u64);
         let replaced = if self.latent.is_some() { of_all * self.llama.attention_parameters() as u64 } else { 0 };
         self.llama.parameters() + attention - replaced - layers * dense + layers * (router + experts + shared)
     }
 
-    fn has_shared_gate(&self) -> bool {
+    pub(crate) fn has_shared_gate(&self) -> bool {
         self.shared_gate && self.shared_hidden > 0
-    }
-}
-
-/// The model with experts.
-#[derive(Debug, Clone)]
-pub struct Moe {
-    embed_tokens: Embedding,
-    blocks: Vec<Block>,
-    norm: RmsNorm,
-    lm_head: Linear,
-    config: LlamaConfig,
-}
-
-impl Moe {
-    /// Declares the parameters.
-    ///
-    /// # Errors
-    /// Returns an error if a setting is invalid. If there is no latent attention, also returns the errors of
-    /// [`Llama::new`](crate::Llama::new) about heads.
-    pub fn new(config: &MoeConfig, vb: VarBuilder) -> Result<Self> {
-        config.check()?;
-        let LlamaConfig { width, layers, .. } = config.llama;
-        if let Some(layer) = config.dense_layers.iter().find(|&&layer| layer >= layers) {
-            let why = format!("the dense layer {layer} is not one of its {layers} layers");
-            return Err(Error::config("model", why, "number layers from 0"));
-        }
-        let model = vb.pp("model");
-        let embed_tokens = config.llama.embedding(&model)?;
-        let block = |i| Block::new(config, i, model.pp("layers").pp(i));
-        let blocks = (0..layers).map(block).collect::<Result<_>>()?;
-        let norm = config.llama.norm(width, model.pp("norm"))?;
-        let lm_head = config.llama.head(&embed_tokens, vb.pp("lm_head"))?;
-        Ok(Self { embed_tokens, blocks, norm, lm_head, config: config.llama.clone() })
-    }
-
-    /// Returns the hidden states that the head turns into logits, [batch, tokens, width], and the terms that the
-    /// routers add to the loss of every token. The second value is `None` if there are no such terms.
-    fn hidden(&self, tokens: &Tensor, train: bool) -> Result<(Tensor, Option<Tensor>)> {
-        let mut x = self.config.embed(&self.embed_tokens, tokens)?;
-        let mut losses: Option<Tensor> = None;
-        for block in &self.blocks {
-            let (y, loss) = block.forward(&x, train)?;
-            x = y;
-            losses = match (losses, loss) {
-                (Some(sum), Some(loss)) => Some(sum.add(&loss)?),
-                (sum, loss) => sum.or(loss),
-            };
-        }
-        Ok((self.norm.forward(&x)?, losses))
-    }
-}
-
-impl Model for Moe {
-    fn forward(&self, tokens: &Tensor, train: bool) -> Result<Tensor> {
-        self.config.logits(&self.lm_head, &self.hidden(tokens, train)?.0)
-    }
-
-    /// Returns the mean loss over all tokens. While training, it includes the terms that the routers add.
-    fn loss(&self, tokens: &Tensor, targets: &Tensor, train: bool) -> Result<Tensor> {
-        let (x, losses) = self.hidden(tokens, train)?;
-        let of_tokens = self.lm_head.capped_cross_entropy(&x, targets, self.config.logit_cap)?;
-        losses.map_or(Ok(of_tokens.clone()), |losses| of_tokens.add(&losses))?.mean_all()
-    }
-}
-
-#[derive(Debug, Clone)]
-struct Block {
-    residual: Residual,
-    self_attn: SelfAttention,
-    feed_forward: FeedForward,
-    layer: String,
-}
-
-#[derive(Debug, Clone)]
-enum SelfAttention {
-    Whole(Box<Attention>),
-    Latent(Box<LatentAttention>),
-}
-
-impl SelfAttention {
-    fn new(config: &MoeConfig, layer: usize, vb: VarBuilder) -> Result<Self> {
-        Ok(match &config.latent {
-            None => Self::Whole(Box::new(Attention::new(&config.llama, layer, vb)?)),
-            Some(latent) => Self::Latent(Box::new(LatentAttention::new(&config.llama, latent, vb)?)),
-        })
-    }
-
-    fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        match self {
-            Self::Whole(attention) => attention.forward(x),
-            Self::Latent(attention) => attention.forward(x),
-        }
-    }
-}
-
-#[derive(Debug, Clone)]
-enum FeedForward {
-    Dense(Box<Mlp>),
-    Sparse(Box<Sparse>),
-}
-
-impl Block {
-    fn new(config: &MoeConfig, layer: usize, vb: VarBuilder) -> Result<Self> {
-        let feed_forward = match config.dense_layers.contains(&layer) {
-            true => FeedForward::Dense(Box::new(Mlp::new(&config.llama, vb.pp("mlp"))?)),
-            false => FeedForward::Sparse(Box::new(Sparse::new(config, vb.pp("mlp"))?)),
-        };
-        Ok(Self {
-            residual: Residual::new(&config.llama, &vb)?,
-            self_attn: SelfAttention::new(config, layer, vb.pp("self_attn"))?,
-            feed_forward,
-            layer: vb.prefix().to_owned(),
-        })
-    }
-
-    fn forward(&self, x: &Tensor, train: bool) -> Result<(Tensor, Option<Tensor>)> {
-        let _layer = x.enter(&self.layer);
-        let x = self.residual.attention(x, |x| self.self_attn.forward(x))?;
-        let mut loss = None;
-        let x = self.residual.feed_forward(&x, |x| match &self.feed_forward {
-            FeedForward::Dense(mlp) => mlp.forward(x),
-            FeedForward::Sparse(sparse) => {
-                let (y, of_router) = sparse.forward(x, train)?;
-                loss = of_router;
-                Ok(y)
-            }
-        })?;
-        Ok((x, loss))
-    }
-}
-
-/// A layer of routed experts, with an optional shared expert.
-#[derive(Debug, Clone)]
-struct Sparse {
-    gate: Router,
-    experts: Experts,
-    shared: Option<Mlp>,
-    shared_gate: Option<Linear>,
-    layer: String,
-}
-
-impl Sparse {
-    fn new(config: &MoeConfig, vb: VarBuilder) -> Result<Self> {
-        let width = config.llama.width;
-        let shared = match config.shared_hidden {
-            0 => None,
-            hidden => {
-                let of_shared = LlamaConfig { hidden, ..config.llama.clone() };
-                // DeepSeek's checkpoints have the name in the plural. They are the only ones with latent attention.
-                let name = if config.latent.is_some() { "shared_experts" } else { "shared_expert" };
-                Some(Mlp::new(&of_shared, vb.pp(name))?)
-            }
-        };
-        let shared_gate =
-            config.has_shared_gate().then(|| linear_no_bias(width, 1, vb.pp("shared_expert_gate"))).transpose()?;
-        Ok(Self {
-            gate: Router::new(&config.router, width, vb.pp("gate"))?,
-            experts: Experts::new(config.router.experts, width, config.expert_hidden, vb.pp("experts"))?,
-            shared,
-            shared_gate,
-            layer: vb.prefix().to_owned(),
-        })
-    }
-
-    fn forward(&self, x: &Tensor, train: bool) -> Result<(Tensor, Option<Tensor>)> {
-        let _layer = x.enter(&self.layer);
-        let routing = self.gate.forward(x, train)?;
-        let mut y = self.experts.forward(x, &routing)?;
-        if let Some(shared) = &self.shared {
-            let mut own = shared.forward(x)?;
-            if let Some(gate) = &self.shared_gate {
-                own = own.broadcast_mul(&gate.forward(x)?.sigmoid()?)?;
-            }
-            y = y.add(&own)?;
-        }
-        Ok((y, routing.loss().cloned()))
     }
 }

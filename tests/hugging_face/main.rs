@@ -5,6 +5,7 @@
 //! in it are cases too.
 
 mod case;
+mod families;
 mod generation;
 mod generation_options;
 mod hostile;

@@ -56,7 +56,9 @@ fn what_is_not_supported_is_named() {
             assert!(error.contains(word), "{word} in {error}");
         }
     };
-    check("gemma", json!({}), &["model_type", "gemma", "qwen3_moe"]);
+    check("unheard_of", json!({}), &["model_type", "unheard_of", "gpt2", "qwen3_moe"]);
+    check("qwen3_moe", json!({ "hidden_act": "gelu" }), &["hidden_act", "silu"]);
+    check("phi3", json!({ "partial_rotary_factor": 0.3 }), &["partial_rotary_factor", "head_dim, 4"]);
     check("gemma2", json!({ "hidden_act": "silu" }), &["hidden_act", "silu", "gelu_pytorch_tanh"]);
     check("gemma2", json!({ "attn_logit_softcapping": 0.0 }), &["attn_logit_softcapping", "above 0"]);
     check("gemma2", json!({ "use_bidirectional_attention": true }), &["use_bidirectional_attention"]);
@@ -66,14 +68,14 @@ fn what_is_not_supported_is_named() {
         json!({ "rope_parameters": { "full_attention": {}, "sliding_attention": { "rope_type": "linear" } } }),
         &["rope_parameters.sliding_attention.rope_type", "linear"],
     );
-    check("llama", json!({ "hidden_act": "gelu" }), &["hidden_act", "gelu", "silu"]);
+    check("llama", json!({ "hidden_act": "mish" }), &["hidden_act", "mish", "silu"]);
     check("llama", json!({ "attention_multiplier": 0.5 }), &["attention_multiplier", "0.5"]);
     check("llama", json!({ "partial_rotary_factor": 0.5 }), &["partial_rotary_factor"]);
-    check("llama", json!({ "rope_scaling": { "type": "dynamic", "factor": 2.0 } }), &["rope_scaling.type", "dynamic"]);
+    check("llama", json!({ "rope_scaling": { "type": "dynamic" } }), &["rope_scaling.factor is missing"]);
     check(
         "llama",
         json!({ "rope_parameters": { "rope_type": "longrope" } }),
-        &["rope_parameters.rope_type", "longrope"],
+        &["rope_parameters.short_factor is missing", "rope_parameters.long_factor is missing"],
     );
     check("llama", json!({ "rope_scaling": { "type": "linear" } }), &["rope_scaling.factor is missing"]);
     check("llama", json!({ "rope_scaling": { "type": "linear", "factor": 2.0, "x": 1 } }), &["rope_scaling.x"]);

@@ -72,7 +72,7 @@ impl Config {
                 // If the scores of two experts were almost equal, rounding would decide which of them a router chooses.
                 // So the routers' weights are multiplied by 10, which separates the scores. The seed is one for which
                 // all choices are clear enough (`decided_choices`).
-                let mut trainer = Trainer::new(|vb| Moe::new(config, vb), TrainOptions { seed: 4, ..options })?;
+                let mut trainer = Trainer::new(|vb| Moe::new(&**config, vb), TrainOptions { seed: 4, ..options })?;
                 for gate in gates(&trainer) {
                     let name = format!("{gate}.weight");
                     let decided = trainer.tensor(&name)?.affine(10.0, 0.0)?;

@@ -10,26 +10,12 @@ use gapless_engine::{DType, Model, Tensor};
 use serde_json::{Map, Value};
 
 use super::error::{ConfigProblem, HfError, Result};
+use super::families::{FAMILIES, REFUSED};
 use super::fields::{Fields, read_object};
-use super::llama::Family;
-use super::{deepseek, gemma, gpt2, known, llama, moe};
+use super::layout::{ExpertNames, NUMBERED};
+use super::{HEAD, experts, gpt2, known};
 use crate::limits::MAX_ELEMENTS;
-use crate::{Gpt, GptConfig, Llama, LlamaConfig, Moe, MoeConfig};
-
-const FAMILIES: [&str; 12] = [
-    "deepseek_v3",
-    "gemma2",
-    "gemma3_text",
-    "gpt2",
-    "llama",
-    "mistral",
-    "mixtral",
-    "olmo2",
-    "qwen2",
-    "qwen2_moe",
-    "qwen3",
-    "qwen3_moe",
-];
+use crate::{Decoder, FusedQkv, Gpt, GptConfig, LlamaConfig, MoeConfig};
 
 /// The checked contents of a config.json.
 #[derive(Debug, Clone, PartialEq)]
@@ -39,6 +25,7 @@ pub struct Config {
     parameters: Vec<(String, Vec<usize>)>,
     /// Layers that the files may contain but that are not part of the model.
     unread_layers: Range<usize>,
+    expert_names: ExpertNames,
     positions: Option<usize>,
 }
 
@@ -58,22 +45,35 @@ impl Architecture {
     /// Declares the model.
     ///
     /// # Errors
-    /// Returns the errors of the model's constructor, such as [`Llama::new`].
+    /// Returns the errors of the model's constructor, such as [`Decoder::new`].
     pub fn model(&self, vb: VarBuilder) -> gapless_engine::Result<Pretrained> {
         Pretrained::new(self, vb)
     }
 
     /// Returns the names of the layers that have adapters by default: the query and value projections, as in PEFT.
     pub fn lora_targets(&self) -> Vec<String> {
+        let llama = self.llama();
         let targets: &[&str] = match self {
             Self::Gpt(_) => &["c_attn"],
             Self::Moe(MoeConfig { latent: Some(latent), .. }) if latent.query_rank.is_some() => {
                 &["q_b_proj", "kv_b_proj"]
             }
             Self::Moe(MoeConfig { latent: Some(_), .. }) => &["q_proj", "kv_b_proj"],
+            _ if llama.is_some_and(|llama| llama.traits.fused_qkv != FusedQkv::Separate) => &["qkv_proj"],
             Self::Llama(_) | Self::Moe(_) => &["q_proj", "v_proj"],
         };
-        targets.iter().map(|&target| target.to_owned()).collect()
+        let name = |&target| llama.map_or(target, |llama| llama.traits.name(target)).to_owned();
+        targets.iter().map(name).collect()
+    }
+}
+
+impl Architecture {
+    /// The settings of a decoder, with or without experts. `None` for GPT-2.
+    pub(super) fn llama(&self) -> Option<&LlamaConfig> {
+        match self {
+            Self::Gpt(_) => None,
+            Self::Llama(llama) | Self::Moe(MoeConfig { llama, .. }) => Some(llama),
+        }
     }
 }
 
@@ -98,15 +98,16 @@ impl Config {
         let refused = |problems| HfError::Config { path: path.clone(), problems };
         let family = fields.text("model_type");
         let positions = fields.peek("max_position_embeddings").and_then(|it| usize::try_from(it.as_u64()?).ok());
-        let Some(architecture) = family.as_deref().and_then(|family| architecture(family, &mut fields)) else {
-            let field = "model_type".to_owned();
-            return Err(refused(vec![match family {
-                None => ConfigProblem::Missing { field },
-                Some(found) => ConfigProblem::Unsupported { field, found, supported: FAMILIES.join(", ") },
-            }]));
+        let table = family.as_deref().and_then(|name| FAMILIES.iter().find(|family| family.name == name));
+        let architecture = match (family, table) {
+            (_, Some(table)) => table.take(&mut fields),
+            (Some(name), None) if name == "gpt2" => Architecture::Gpt(gpt2::take(&mut fields)),
+            (family, None) => return Err(refused(vec![no_family(family)])),
         };
-        let unread_layers = match &architecture {
-            Architecture::Moe(moe) if moe.latent.is_some() => deepseek::unread_layers(&mut fields, moe.llama.layers),
+        let unread_layers = match architecture.llama() {
+            Some(llama) if table.is_some_and(|table| table.predicts_further) => {
+                experts::unread_layers(&mut fields, llama.layers)
+            }
             _ => 0..0,
         };
         known::take(&mut fields);
@@ -125,13 +126,14 @@ impl Config {
                 expected: format!("below {MAX_ELEMENTS}"),
             }]));
         }
-        Ok(Self { path, architecture, parameters, unread_layers, positions })
+        let expert_names = table.map_or(NUMBERED, |table| table.expert_names);
+        Ok(Self { path, architecture, parameters, unread_layers, expert_names, positions })
     }
 
     /// Declares the model in the builder of a [`Trainer`](gapless_engine::Trainer).
     ///
     /// # Errors
-    /// Returns the errors of the model's constructor, such as [`Llama::new`].
+    /// Returns the errors of the model's constructor, such as [`Decoder::new`].
     pub fn model(&self, vb: VarBuilder) -> gapless_engine::Result<Pretrained> {
         self.architecture.model(vb)
     }
@@ -198,33 +200,38 @@ impl Config {
         matches!(self.architecture, Architecture::Gpt(_))
     }
 
+    /// The names in which transformers writes experts of this family.
+    pub(super) fn expert_names(&self) -> ExpertNames {
+        self.expert_names
+    }
+
     /// Returns the name of the embedding to which the head is tied, or `None` if the head has a weight of its own.
-    pub(super) fn tied_to(&self) -> Option<&'static str> {
+    pub(super) fn tied_to(&self) -> Option<String> {
         match &self.architecture {
-            Architecture::Gpt(config) => config.tied.then_some("wte.weight"),
+            Architecture::Gpt(config) => config.tied.then(|| "wte.weight".to_owned()),
             Architecture::Llama(llama) | Architecture::Moe(MoeConfig { llama, .. }) => {
-                llama.tied.then_some("model.embed_tokens.weight")
+                let name = |module| llama.traits.name(module);
+                llama.tied.then(|| format!("{}.{}.weight", name("model"), name("embed_tokens")))
             }
         }
     }
+
+    /// The stored name of the head's weight. A tied head usually has no stored weight.
+    pub(super) fn head(&self) -> String {
+        self.architecture.llama().map_or(HEAD.to_owned(), |llama| format!("{}.weight", llama.traits.name("lm_head")))
+    }
 }
 
-fn architecture(family: &str, fields: &mut Fields) -> Option<Architecture> {
-    Some(match family {
-        "deepseek_v3" => Architecture::Moe(deepseek::take(fields)),
-        "gemma2" => Architecture::Llama(gemma::gemma2(fields)),
-        "gemma3_text" => Architecture::Llama(gemma::gemma3(fields)),
-        "gpt2" => Architecture::Gpt(gpt2::take(fields)),
-        "llama" => Architecture::Llama(llama::take(fields, &Family::LLAMA)),
-        "mistral" => Architecture::Llama(llama::take(fields, &Family::MISTRAL)),
-        "olmo2" => Architecture::Llama(llama::take(fields, &Family::OLMO2)),
-        "qwen2" => Architecture::Llama(llama::take(fields, &Family::QWEN2)),
-        "qwen3" => Architecture::Llama(llama::take(fields, &Family::QWEN3)),
-        "mixtral" => Architecture::Moe(moe::mixtral(fields)),
-        "qwen2_moe" => Architecture::Moe(moe::qwen2(fields)),
-        "qwen3_moe" => Architecture::Moe(moe::qwen3(fields)),
-        _ => return None,
-    })
+/// Returns the problem of a `model_type` that is missing or not one of the families.
+fn no_family(found: Option<String>) -> ConfigProblem {
+    let field = "model_type".to_owned();
+    let Some(found) = found else { return ConfigProblem::Missing { field } };
+    if let Some((_, missing)) = REFUSED.iter().find(|(name, _)| *name == found) {
+        return ConfigProblem::Family { found, missing };
+    }
+    let mut names: Vec<&str> = FAMILIES.iter().map(|family| family.name).chain(["gpt2"]).collect();
+    names.sort_unstable();
+    ConfigProblem::Unsupported { field, found, supported: names.join(", ") }
 }
 
 /// Returns names and shapes of the parameters that the model declares, by declaring them in a temporary graph.
@@ -241,27 +248,24 @@ fn parameters(architecture: &Architecture, trainable: &Trainable) -> Result<Vec<
 #[derive(Debug, Clone)]
 pub enum Pretrained {
     /// GPT-2.
-    Gpt(Gpt),
-    /// Llama and related models.
-    Llama(Llama),
-    /// A model with experts.
-    Moe(Moe),
+    Gpt(Box<Gpt>),
+    /// Any other model.
+    Decoder(Box<Decoder>),
 }
 
 impl Pretrained {
     fn new(architecture: &Architecture, vb: VarBuilder) -> gapless_engine::Result<Self> {
         Ok(match architecture {
-            Architecture::Gpt(config) => Self::Gpt(Gpt::new(config, vb)?),
-            Architecture::Llama(config) => Self::Llama(Llama::new(config, vb)?),
-            Architecture::Moe(config) => Self::Moe(Moe::new(config, vb)?),
+            Architecture::Gpt(config) => Self::Gpt(Box::new(Gpt::new(config, vb)?)),
+            Architecture::Llama(config) => Self::Decoder(Box::new(Decoder::new(config, vb)?)),
+            Architecture::Moe(config) => Self::Decoder(Box::new(Decoder::new(config, vb)?)),
         })
     }
 
     fn model(&self) -> &dyn Model {
         match self {
-            Self::Gpt(model) => model,
-            Self::Llama(model) => model,
-            Self::Moe(model) => model,
+            Self::Gpt(model) => &**model,
+            Self::Decoder(model) => &**model,
         }
     }
 }

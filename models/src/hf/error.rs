@@ -76,6 +76,8 @@ pub enum ConfigProblem {
     Value { field: String, found: String, expected: String },
     #[error("{field} is {found}; supported: {supported}")]
     Unsupported { field: String, found: String, supported: String },
+    #[error("model_type is {found}, which has {missing}; these are not supported")]
+    Family { found: String, missing: &'static str },
     #[error("{field} is {found}, but this option is unknown for this model")]
     Unknown { field: String, found: String },
 }

@@ -87,6 +87,20 @@ impl Fields {
         })
     }
 
+    /// Reads a list of numbers above 0. For any other value, or if the option is missing, records a problem and returns an
+    /// empty list.
+    pub fn positives(&mut self, field: &str) -> Vec<f64> {
+        let Some(value) = self.take(field) else {
+            self.problems.push(ConfigProblem::Missing { field: self.full(field) });
+            return Vec::new();
+        };
+        let number = |value: &Value| value.as_f64().filter(|number| *number > 0.0);
+        value.as_array().and_then(|all| all.iter().map(number).collect()).unwrap_or_else(|| {
+            self.wrong(field, &value, "a list of numbers above 0");
+            Vec::new()
+        })
+    }
+
     /// Reads a number above 0 like [`Self::positive`]. Returns `None` if the option is missing or null.
     pub fn optional_positive(&mut self, field: &str) -> Option<f64> {
         let value = self.take(field)?;
@@ -100,6 +114,25 @@ impl Fields {
             self.wrong(field, &value, "true or false");
             default
         })
+    }
+
+    /// Reads a flag like [`Self::flag`], but leaves it to be read again.
+    pub fn peek_flag(&mut self, field: &str, default: bool) -> bool {
+        let found = self.flag(field, default);
+        self.set(field, found.into());
+        found
+    }
+
+    /// Sets an option, as if the file had it.
+    pub fn set(&mut self, field: &str, value: Value) {
+        self.left.insert(field.to_owned(), value);
+    }
+
+    /// Renames an option of another name, if it is present.
+    pub fn rename(&mut self, from: &str, to: &str) {
+        if let Some(value) = self.take(from) {
+            self.set(to, value);
+        }
     }
 
     pub fn text(&mut self, field: &str) -> Option<String> {

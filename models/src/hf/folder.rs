@@ -8,7 +8,6 @@ use gapless_engine::nn::VarBuilder;
 use safetensors::tensor::TensorInfo;
 use serde_json::{Map, Value};
 
-use super::HEAD;
 use super::config::{Config, Pretrained};
 use super::error::{HfError, Result, WeightProblem};
 use super::fields::read_object;
@@ -104,7 +103,7 @@ impl Folder {
                 return Err(self.wrong(WeightProblem::Missing { name, shape }));
             };
             elements.clear();
-            elements.reserve_exact(placed.pieces.iter().map(|piece| piece.elements.len()).sum());
+            elements.reserve_exact(placed.pieces.iter().map(StoredRange::len).sum());
             for piece in &placed.pieces {
                 self.read(piece, &mut elements)?;
             }
@@ -120,21 +119,17 @@ impl Folder {
         Some((file, file.info(stored)?))
     }
 
-    /// Reads the elements of a piece and appends them to `elements`. If the piece is stored transposed, the elements
-    /// are transposed first.
+    /// Reads the elements of a piece and appends them to `elements`, in the order of the parameter.
     fn read(&self, piece: &StoredRange, elements: &mut Vec<f32>) -> Result<()> {
         let (file, _) = self.find(&piece.stored).expect("every piece was found when the folder was opened");
         let (first, count) = (piece.elements.start, piece.elements.len());
-        if !piece.transposed {
+        if piece.columns.is_none() {
             return file.read_elements(&piece.stored, first, count, |x| elements.push(x));
         }
-        let (rows, columns) = (piece.shape[0], piece.shape[1]);
-        let (begin, mut at) = (elements.len(), 0);
-        elements.resize(begin + count, 0.0);
-        file.read_elements(&piece.stored, first, count, |x| {
-            elements[begin + at % columns * rows + at / columns] = x;
-            at += 1;
-        })
+        let mut all = Vec::with_capacity(count);
+        file.read_elements(&piece.stored, first, count, |x| all.push(x))?;
+        elements.extend(piece.places().map(|place| all[place]));
+        Ok(())
     }
 
     /// Checks the names, shapes and types of the stored tensors against the configuration, and appends every mismatch
@@ -171,9 +166,10 @@ impl Folder {
     /// If the head is tied to the embedding but its weight is stored nevertheless, checks that this weight is
     /// bit-identical to the embedding.
     fn check_tied(&self) -> Result<()> {
-        let Some((parameter, (file, head))) = self.config.tied_to().zip(self.find(HEAD)) else { return Ok(()) };
-        let (other, embedding_file, embedding) = self.tied(parameter);
-        let untied = || self.wrong(WeightProblem::Untied { name: HEAD.into(), other: other.into() });
+        let name = self.config.head();
+        let Some((parameter, (file, head))) = self.config.tied_to().zip(self.find(&name)) else { return Ok(()) };
+        let (other, embedding_file, embedding) = self.tied(&parameter);
+        let untied = || self.wrong(WeightProblem::Untied { name: name.clone(), other: other.into() });
         if head.shape != embedding.shape || head.dtype != embedding.dtype {
             return Err(untied());
         }

@@ -12,7 +12,7 @@ use std::collections::BTreeSet;
 use std::ops::Range;
 
 use super::config::Config;
-use super::{HEAD, gpt2};
+use super::gpt2;
 
 /// A parameter as a concatenation of pieces of stored tensors.
 #[derive(Debug, Clone, PartialEq)]
@@ -27,24 +27,124 @@ pub(super) struct StoredRange {
     pub stored: String,
     /// Shape of the whole stored tensor.
     pub shape: Vec<usize>,
-    /// The range of elements.
+    /// The range of elements that holds the piece.
     pub elements: Range<usize>,
-    /// True if the stored tensor is [in, out] for a parameter [out, in].
+    /// The elements of the range that are those of the piece. `None` if all are, in their order.
+    pub columns: Option<Columns>,
+}
+
+/// Columns of a range of elements, which is a matrix.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct Columns {
+    /// The number of all columns of the matrix.
+    pub all: usize,
+    pub first: usize,
+    /// The difference between the numbers of neighbouring columns.
+    pub step: usize,
+    pub count: usize,
+    /// True if the parameter has the columns as its rows.
     pub transposed: bool,
 }
 
-/// Returns the location of every parameter. The stored names decide between the possible layouts.
+impl StoredRange {
+    /// Number of elements of the piece.
+    pub fn len(&self) -> usize {
+        self.columns.map_or(self.elements.len(), |columns| self.elements.len() / columns.all * columns.count)
+    }
+
+    /// Returns, for each element of the piece in the order of the parameter, its place in the range of elements.
+    pub fn places(&self) -> impl Iterator<Item = usize> {
+        let all =
+            Columns { all: self.elements.len(), first: 0, step: 1, count: self.elements.len(), transposed: false };
+        let Columns { all, first, step, count, transposed } = self.columns.unwrap_or(all);
+        let rows = self.elements.len() / all.max(1);
+        (0..rows * count).map(move |i| {
+            let (row, column) = if transposed { (i % rows, i / rows) } else { (i / count, i % count) };
+            row * all + first + column * step
+        })
+    }
+}
+
+/// The names of the tensors of a layer with routed experts, under the path of the block. `{}` is the number of an expert.
+/// Names without it are those of tensors with the weights of all experts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct ExpertNames {
+    router: &'static str,
+    bias: &'static str,
+    /// Gate, up and down projection. If gate and up have the same name, the tensor has for each expert the rows of the gate
+    /// before those of the up projection.
+    projections: [&'static str; 3],
+    /// The layout of tensors with the weights of all experts.
+    fused: Fused,
+}
+
+/// The layout of a tensor with the weights of all experts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Fused {
+    /// [experts, out, in], the gate's rows before those of the up projection.
+    Rows,
+    /// [experts, in, out], with a column of the gate before each column of the up projection, and biases [experts, out] of
+    /// the same order.
+    Interleaved,
+}
+
+/// The names in most files.
+pub(super) const NUMBERED: ExpertNames = ExpertNames {
+    router: "mlp.gate.weight",
+    bias: "mlp.gate.e_score_correction_bias",
+    projections: [
+        "mlp.experts.{}.gate_proj.weight",
+        "mlp.experts.{}.up_proj.weight",
+        "mlp.experts.{}.down_proj.weight",
+    ],
+    fused: Fused::Rows,
+};
+const FUSED: ExpertNames = ExpertNames {
+    projections: ["mlp.experts.gate_up_proj", "mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    ..NUMBERED
+};
+pub(super) const MIXTRAL: ExpertNames = ExpertNames {
+    router: "block_sparse_moe.gate.weight",
+    bias: "block_sparse_moe.e_score_correction_bias",
+    projections: [
+        "block_sparse_moe.experts.{}.w1.weight",
+        "block_sparse_moe.experts.{}.w3.weight",
+        "block_sparse_moe.experts.{}.w2.weight",
+    ],
+    fused: Fused::Rows,
+};
+pub(super) const GPT_OSS: ExpertNames = ExpertNames { fused: Fused::Interleaved, ..FUSED };
+pub(super) const GRANITE: ExpertNames = ExpertNames {
+    router: "block_sparse_moe.router.layer.weight",
+    projections: [
+        "block_sparse_moe.input_linear.weight",
+        "block_sparse_moe.input_linear.weight",
+        "block_sparse_moe.output_linear.weight",
+    ],
+    ..NUMBERED
+};
+
+/// Returns the location of every parameter. The stored names decide between the possible layouts. If they do not, the
+/// layout is that in which transformers writes the family.
 pub(super) fn layout(config: &Config, stored: &BTreeSet<&str>) -> Vec<ParameterLayout> {
     let prefix = if stored.iter().any(|name| name.starts_with("transformer.")) { "transformer." } else { "" };
+    let names = [NUMBERED, FUSED, MIXTRAL, GRANITE].into_iter().find(|names| {
+        let down = names.projections[2].replace("{}", "0");
+        stored.iter().any(|name| name.ends_with(&down))
+    });
+    // Interleaved tensors have the names of others.
+    let names = names.filter(|_| config.expert_names() != GPT_OSS).unwrap_or(config.expert_names());
     let place = |(parameter, shape): (&str, &[usize])| {
-        let pieces = match (config.is_gpt2(), expert_part(parameter)) {
+        let pieces = match (config.is_gpt2(), parameter.split_once(".mlp.experts.")) {
             (true, _) => {
                 let (name, transposed) = gpt2::stored(parameter, prefix);
                 let shape: Vec<usize> = if transposed { shape.iter().rev().copied().collect() } else { shape.to_vec() };
-                vec![StoredRange { transposed, ..whole(name, shape) }]
+                let all = shape[shape.len() - 1];
+                let columns = Columns { all, first: 0, step: 1, count: all, transposed };
+                vec![StoredRange { columns: transposed.then_some(columns), ..whole(name, shape) }]
             }
-            (false, Some((layer, part))) => experts(layer, part, shape, stored),
-            (false, None) => vec![whole(dense(parameter, stored), shape.to_vec())],
+            (false, Some((block, part))) => experts(&names, block, part, shape),
+            (false, None) => vec![whole(dense(&names, parameter), shape.to_vec())],
         };
         ParameterLayout { parameter: parameter.to_owned(), pieces }
     };
@@ -52,56 +152,63 @@ pub(super) fn layout(config: &Config, stored: &BTreeSet<&str>) -> Vec<ParameterL
 }
 
 fn whole(stored: String, shape: Vec<usize>) -> StoredRange {
-    StoredRange { stored, elements: 0..shape.iter().product(), shape, transposed: false }
+    StoredRange { stored, elements: 0..shape.iter().product(), shape, columns: None }
 }
 
-/// Mixtral's name for the module that contains the experts.
-pub(super) const MIXTRAL: &str = "block_sparse_moe";
-
-fn dense(parameter: &str, stored: &BTreeSet<&str>) -> String {
-    let other = parameter.replace(".mlp.gate.", &format!(".{MIXTRAL}.gate."));
-    if stored.contains(other.as_str()) { other } else { parameter.to_owned() }
-}
-
-/// Splits the name of a parameter that holds the weights of all experts into the path of the layer and the projection.
-/// Returns `None` for any other parameter.
-fn expert_part(parameter: &str) -> Option<(&str, &str)> {
-    parameter.split_once(".mlp.experts.")
-}
-
-fn experts(layer: &str, part: &str, shape: &[usize], stored: &BTreeSet<&str>) -> Vec<StoredRange> {
-    let (count, each) = (shape[0], shape[1] * shape[2]);
-    let fused = |name: &str| format!("{layer}.mlp.experts.{name}");
-    if stored.contains(fused("gate_up_proj").as_str()) {
-        if part == "down_proj" {
-            return vec![whole(fused(part), shape.to_vec())];
+/// Returns the stored name of a parameter that does not have the weights of all experts.
+fn dense(names: &ExpertNames, parameter: &str) -> String {
+    for (own, stored) in [(NUMBERED.router, names.router), (NUMBERED.bias, names.bias)] {
+        if let Some(block) = parameter.strip_suffix(own) {
+            return format!("{block}{stored}");
         }
-        // For each expert, the rows of the gate projection are stored before the rows of the up projection.
-        let first = if part == "gate_proj" { 0 } else { each };
-        let piece_of = |expert: usize| {
-            let begin = 2 * each * expert + first;
-            let both = vec![count, 2 * shape[1], shape[2]];
-            StoredRange { elements: begin..begin + each, ..whole(fused("gate_up_proj"), both) }
-        };
-        return (0..count).map(piece_of).collect();
     }
-    let mixtral = format!("{layer}.{MIXTRAL}.");
-    let is_mixtral = stored.range(mixtral.as_str()..).next().is_some_and(|name| name.starts_with(&mixtral));
-    let name = |expert: usize| match (is_mixtral, part) {
-        (false, _) => fused(&format!("{expert}.{part}.weight")),
-        (true, "gate_proj") => format!("{mixtral}experts.{expert}.w1.weight"),
-        (true, "down_proj") => format!("{mixtral}experts.{expert}.w2.weight"),
-        (true, _) => format!("{mixtral}experts.{expert}.w3.weight"),
+    parameter.to_owned()
+}
+
+fn experts(names: &ExpertNames, block: &str, part: &str, shape: &[usize]) -> Vec<StoredRange> {
+    let (part, bias) = part.strip_suffix("_bias").map_or((part, ""), |part| (part, "_bias"));
+    let part = ["gate_proj", "up_proj", "down_proj"].iter().position(|name| *name == part).expect("one of the three");
+    let name = format!("{block}.{}{bias}", names.projections[part]);
+    if name.contains("{}") {
+        let name = |expert: usize| name.replace("{}", &expert.to_string());
+        return (0..shape[0]).map(|expert| whole(name(expert), shape[1..].to_vec())).collect();
+    }
+    // The extents of an expert: outputs, and inputs of a weight. Gate and up projection share a tensor.
+    let (count, outputs, inputs) = (shape[0], shape[1], shape.get(2).copied());
+    let share = if part == 2 { 1 } else { 2 };
+    let (all, each) = (share * outputs, outputs * inputs.unwrap_or(1));
+    let stored = match (names.fused, inputs) {
+        (_, None) => vec![count, all],
+        (Fused::Rows, Some(inputs)) => vec![count, all, inputs],
+        (Fused::Interleaved, Some(inputs)) => vec![count, inputs, all],
     };
-    (0..count).map(|expert| whole(name(expert), shape[1..].to_vec())).collect()
+    let piece_of = |expert: usize| {
+        let piece = whole(name.clone(), stored.clone());
+        let begin = expert * share * each;
+        match names.fused {
+            Fused::Rows => {
+                let begin = begin + part % share * each;
+                StoredRange { elements: begin..begin + each, ..piece }
+            }
+            Fused::Interleaved => {
+                let transposed = inputs.is_some();
+                let columns = Columns { all, first: part % share, step: share, count: outputs, transposed };
+                StoredRange { elements: begin..begin + share * each, columns: Some(columns), ..piece }
+            }
+        }
+    };
+    (0..count).map(piece_of).collect()
 }
 
 /// True if a stored tensor is not part of the model but is common in published files, and may therefore be skipped: a
 /// causal mask, a table of frequencies, a tied head, or a layer that predicts further tokens.
 pub(super) fn is_known_buffer(config: &Config, name: &str, shape: &[usize]) -> bool {
-    let is_mask = name.ends_with(".attn.bias") && shape.len() == 4 && shape[..2] == [1, 1];
+    let is_mask = name.ends_with(".bias") && shape.len() == 4 && shape[..2] == [1, 1];
     config.is_unread(name)
-        || (config.is_gpt2() && (is_mask || name.ends_with(".attn.masked_bias")))
+        || is_mask
+        || [".attn.masked_bias", ".attention.masked_bias"].iter().any(|end| name.ends_with(end))
         || (!config.is_gpt2() && name.ends_with(".rotary_emb.inv_freq"))
-        || (config.tied_to().is_some() && name == HEAD)
+        // The constants β and ε of xIELU.
+        || (shape.len() < 2 && [".act_fn.beta", ".act_fn.eps"].iter().any(|end| name.ends_with(end)))
+        || (config.tied_to().is_some() && name == config.head())
 }

@@ -26,17 +26,16 @@
 
 mod adapter;
 mod config;
-mod deepseek;
 mod error;
+mod experts;
+mod families;
+mod family;
 mod fields;
 mod folder;
-mod gemma;
 mod generation;
 mod gpt2;
 mod known;
 mod layout;
-mod llama;
-mod moe;
 mod new_folder;
 mod rope;
 mod save;

@@ -17,7 +17,7 @@ use super::config::{Architecture, Config};
 use super::error::{HfError, Result};
 use super::fields::read_object;
 use super::folder::SINGLE;
-use super::layout::{MIXTRAL, ParameterLayout, layout};
+use super::layout::layout;
 use super::save::{copy_settings, origins, write_error, write_file, write_parts, write_then_rename};
 use super::tensors::Dtype;
 use crate::{Activation, GptConfig, LatentConfig, LlamaConfig, MoeConfig};
@@ -148,31 +148,18 @@ impl NewFolder {
     }
 
     fn write_weights(&self, trainer: &Trainer, path: &Path, dtype: Dtype) -> Result<()> {
-        let layout = self.layout();
+        // A GPT-2 is written with the prefix `transformer.`, which stored names decide.
+        let layout = layout(&self.config, &BTreeSet::from(["transformer."]));
         let mut origins = origins(&layout, &self.config);
         if self.config.tied_to().is_some() {
-            origins.remove(super::HEAD);
+            origins.remove(&self.config.head());
         }
         // The biases of DeepSeek's routers choose experts, and are f32 in every file.
         let dtype = |name: &str| if name.ends_with("e_score_correction_bias") { Dtype::F32 } else { dtype };
-        let tensors = origins.iter().map(|(&name, parts)| (name, dtype(name), &parts[0].2.shape[..])).collect();
+        let tensors = origins.iter().map(|(name, parts)| (name.as_str(), dtype(name), &parts[0].2.shape[..])).collect();
         write_file(path, tensors, None, &mut |name, dtype, write| {
             write_parts(trainer, dtype, &origins[name], write, path)
         })
-    }
-
-    /// Returns the layout that transformers writes: experts one by one, with Mixtral's names in a Mixtral, and the prefix
-    /// `transformer.` in a GPT-2.
-    fn layout(&self) -> Vec<ParameterLayout> {
-        let names = match self.options.get("model_type").and_then(Value::as_str) {
-            Some("gpt2") => BTreeSet::from(["transformer.".to_owned()]),
-            Some("mixtral") => {
-                let gates = self.config.parameters().filter(|(name, _)| name.contains(".mlp.gate."));
-                gates.map(|(name, _)| name.replace(".mlp.gate.", &format!(".{MIXTRAL}.gate."))).collect()
-            }
-            _ => BTreeSet::new(),
-        };
-        layout(&self.config, &names.iter().map(String::as_str).collect())
     }
 }
 

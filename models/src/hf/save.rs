@@ -15,7 +15,6 @@ use gapless_engine::nn::{Lora, Trainable};
 use safetensors::tensor::{Metadata, TensorInfo};
 use serde_json::{Map, Value, json};
 
-use super::HEAD;
 use super::config::Config;
 use super::error::{HfError, Result};
 use super::folder::{Folder, INDEX, SINGLE};
@@ -149,7 +148,7 @@ impl Folder {
     fn write_shard(
         &self,
         trainer: &Trainer,
-        origins: &BTreeMap<&str, Vec<Origin<'_>>>,
+        origins: &BTreeMap<String, Vec<Origin<'_>>>,
         names: &[&str],
         path: &Path,
     ) -> Result<()> {
@@ -205,19 +204,19 @@ fn copy_files(from: &Path, names: &[&str], to: &Path) -> Result<()> {
 
 /// Returns the origins of each stored tensor's parts, in the order of the tensor's elements. Tensors that belong to no
 /// parameter are left out.
-pub(super) fn origins<'a>(layout: &'a [ParameterLayout], config: &Config) -> BTreeMap<&'a str, Vec<Origin<'a>>> {
-    let mut origins: BTreeMap<&str, Vec<Origin<'_>>> = BTreeMap::new();
+pub(super) fn origins<'a>(layout: &'a [ParameterLayout], config: &Config) -> BTreeMap<String, Vec<Origin<'a>>> {
+    let mut origins: BTreeMap<String, Vec<Origin<'_>>> = BTreeMap::new();
     for placed in layout {
         let mut first = 0;
         for piece in &placed.pieces {
-            origins.entry(&piece.stored).or_default().push((&placed.parameter, first, piece));
-            first += piece.elements.len();
+            origins.entry(piece.stored.clone()).or_default().push((&placed.parameter, first, piece));
+            first += piece.len();
         }
     }
     // If a tied head is stored nevertheless, it has the elements of the embedding.
-    let tied = layout.iter().find(|placed| Some(placed.parameter.as_str()) == config.tied_to());
-    if let Some(placed) = tied {
-        origins.insert(HEAD, vec![(&placed.parameter, 0, &placed.pieces[0])]);
+    let tied = config.tied_to();
+    if let Some(placed) = layout.iter().find(|placed| Some(&placed.parameter) == tied.as_ref()) {
+        origins.insert(config.head(), vec![(&placed.parameter, 0, &placed.pieces[0])]);
     }
     origins.values_mut().for_each(|parts| parts.sort_by_key(|(.., piece)| piece.elements.start));
     origins
@@ -268,20 +267,33 @@ pub(super) fn write_parts(
     path: &Path,
 ) -> Result<()> {
     let mut bytes = Vec::new();
-    for &(parameter, first, piece) in parts {
-        let values = merged(trainer, parameter)?.flatten_all()?;
-        let part = |first, count| values.narrow(0, first, count)?.to_dtype(DType::F32)?.to_vec1::<f32>();
-        // A transposed piece is converted as a whole; any other piece is converted `CONVERTED` elements at a time.
-        let turned =
-            if piece.transposed { Some(transposed(&part(0, piece.elements.len())?, &piece.shape)) } else { None };
-        for begin in (0..piece.elements.len()).step_by(CONVERTED) {
-            let count = CONVERTED.min(piece.elements.len() - begin);
-            bytes.clear();
-            match &turned {
-                Some(turned) => narrow(&turned[begin..begin + count], dtype, &mut bytes),
-                None => narrow(&part(first + begin, count)?, dtype, &mut bytes),
+    let mut write = |elements: &[f32]| {
+        bytes.clear();
+        narrow(elements, dtype, &mut bytes);
+        write(&bytes).map_err(write_error(path))
+    };
+    // Pieces of the same range are columns of one matrix.
+    for parts in parts.chunk_by(|(.., a), (.., b)| a.elements == b.elements) {
+        let length = parts[0].2.elements.len();
+        let mut matrix = parts[0].2.columns.map(|_| vec![0.0; length]);
+        for &(parameter, first, piece) in parts {
+            let values = merged(trainer, parameter)?.flatten_all()?;
+            let part = |first, count| values.narrow(0, first, count)?.to_dtype(DType::F32)?.to_vec1::<f32>();
+            match &mut matrix {
+                // A matrix is converted as a whole; any other piece is converted `CONVERTED` elements at a time.
+                Some(matrix) => {
+                    let elements = part(first, piece.len())?;
+                    piece.places().zip(elements).for_each(|(place, element)| matrix[place] = element);
+                }
+                None => {
+                    for begin in (0..length).step_by(CONVERTED) {
+                        write(&part(first + begin, CONVERTED.min(length - begin))?)?;
+                    }
+                }
             }
-            write(&bytes).map_err(write_error(path))?;
+        }
+        if let Some(matrix) = matrix {
+            write(&matrix)?;
         }
     }
     Ok(())
@@ -335,12 +347,6 @@ fn merged(trainer: &Trainer, parameter: &str) -> Result<Tensor> {
     let [a, b] = Lora::parameters(layer);
     let added = (factor(&b)?.matmul(&factor(&a)?)? * lora.scale())?;
     Ok((value.to_dtype(DType::F32)? + added)?)
-}
-
-/// Transposes a parameter [out, in] into the stored `shape` [in, out].
-fn transposed(values: &[f32], shape: &[usize]) -> Vec<f32> {
-    let (rows, columns) = (shape[0], shape[1]);
-    (0..values.len()).map(|at| values[at % columns * rows + at / columns]).collect()
 }
 
 pub(super) fn write_error(path: &Path) -> impl Fn(io::Error) -> HfError {

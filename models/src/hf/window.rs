@@ -15,6 +15,13 @@ pub(super) enum WindowedLayers {
     All(Option<usize>),
     /// All layers, if `use_sliding_window` is on.
     AllIfUsed,
+    /// All layers. If the file has `layer_types`, they take precedence.
+    Typed,
+    /// The layers without rotary positions, if `use_sliding_window` is on. If the file has `layer_types`, they take
+    /// precedence.
+    Unrotated,
+    /// The layers from `max_window_layers` on, with this default. If the file has `layer_types`, they take precedence.
+    From(usize),
     /// The layers from `max_window_layers` on, if `use_sliding_window` is on. If the file has `layer_types`, they take
     /// precedence.
     Last,
@@ -26,8 +33,13 @@ pub(super) enum WindowedLayers {
 }
 
 /// Returns the width of the windows in tokens and the layers with full attention. If no layer has a window, returns
-/// `None` and an empty list.
-pub(super) fn take(fields: &mut Fields, window: WindowedLayers, layers: usize) -> (Option<usize>, Vec<usize>) {
+/// `None` and an empty list. `unrotated` are the layers without rotary positions.
+pub(super) fn take(
+    fields: &mut Fields,
+    window: WindowedLayers,
+    layers: usize,
+    unrotated: &[usize],
+) -> (Option<usize>, Vec<usize>) {
     if let WindowedLayers::Never = window {
         never(fields);
         return (None, Vec::new());
@@ -37,10 +49,11 @@ pub(super) fn take(fields: &mut Fields, window: WindowedLayers, layers: usize) -
         WindowedLayers::Last | WindowedLayers::Alternate => {
             limit = fields.count("max_window_layers", Some(28), 0..=1 << 40)
         }
+        WindowedLayers::From(default) => limit = fields.count("max_window_layers", Some(default), 0..=1 << 40),
         _ => fields.ignore(&["max_window_layers"]),
     }
     let is_used = match window {
-        WindowedLayers::AllIfUsed | WindowedLayers::Last | WindowedLayers::Alternate => {
+        WindowedLayers::AllIfUsed | WindowedLayers::Last | WindowedLayers::Alternate | WindowedLayers::Unrotated => {
             fields.flag("use_sliding_window", false)
         }
         _ => {
@@ -54,6 +67,7 @@ pub(super) fn take(fields: &mut Fields, window: WindowedLayers, layers: usize) -
             None
         }
         WindowedLayers::All(default) => width(fields, default),
+        WindowedLayers::Unrotated => width(fields, None),
         _ => width(fields, Some(4096)),
     };
     let types = match window {
@@ -65,7 +79,8 @@ pub(super) fn take(fields: &mut Fields, window: WindowedLayers, layers: usize) -
     };
     let slides = |layer: &usize| match (&types, window) {
         (Some(types), _) => types[*layer],
-        (None, WindowedLayers::Last) => size.is_some() && *layer >= limit,
+        (None, WindowedLayers::Last | WindowedLayers::From(_)) => size.is_some() && *layer >= limit,
+        (None, WindowedLayers::Unrotated) => size.is_some() && unrotated.contains(layer),
         (None, WindowedLayers::Alternate) => is_used && layer.is_multiple_of(2) && *layer < limit,
         (None, WindowedLayers::AllBut { every }) => !(layer + 1).is_multiple_of(every),
         (None, _) => size.is_some(),

@@ -115,5 +115,5 @@ for number in range(iterations):
             shared.record_stream(side)
             del shared, other
 print(json.dumps(gapless_torch.report()[0]), flush=True)
-# A thread of PyTorch's autograd may abort while Python finalizes ("terminate called without an active exception").
+# Python is not finalized: rarely, that ends in "terminate called without an active exception". The cause is not known.
 os._exit(0)

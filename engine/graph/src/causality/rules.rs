@@ -11,8 +11,8 @@ use crate::graph::{Graph, Node, NodeId, Sequences, Source, ValueId};
 use crate::ops::{
     Affine, Attention, Binary, BinaryKind, BroadcastAs, CacheWrite, CachedAttention, Cast, Cat, Collective, Combine,
     Contiguous, Detach, Dispatch, Dropout, Embedding, Gather, GroupedLinear, LayerNorm, Linear, LogSumExp, MatMul, Max,
-    Narrow, Reshape, RmsNorm, Rope, Route, RoutedSwiGlu, ScaledSum, SlotWeights, Softmax, Sum, TopK, Transpose, Unary,
-    UnaryKind, Where, Widen,
+    Narrow, Reshape, RmsNorm, Rope, Route, RoutedSwiGlu, ScaledSum, SinkAttention, SlotWeights, Softmax, Sum, TopK,
+    Transpose, Unary, UnaryKind, Where, Widen,
 };
 use crate::reference::{Array, Reference};
 
@@ -147,7 +147,7 @@ impl<'a> Rules<'a> {
             vec![out]
         } else if let Some(&Cat { dim }) = op.downcast_ref() {
             vec![self.joined(node, &inputs, dim)]
-        } else if op.is::<Contiguous>() || op.is::<Cast>() || op.is::<Detach>() {
+        } else if op.is::<Contiguous>() || op.is::<Cast>() || op.is::<Detach>() || op.is::<SinkAttention>() {
             vec![x.clone()]
         } else if op.is::<Rope>() {
             let mut out = x.clone();

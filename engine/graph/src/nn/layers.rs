@@ -172,6 +172,16 @@ pub fn layer_norm(width: usize, eps: f64, vb: VarBuilder) -> Result<LayerNorm> {
     Ok(LayerNorm { weight, bias, eps, layer: vb.prefix().into() })
 }
 
+/// Like [`layer_norm`], without the bias.
+///
+/// # Errors
+/// Returns an error if a parameter of this name is already declared with another shape.
+pub fn layer_norm_no_bias(width: usize, eps: f64, vb: VarBuilder) -> Result<LayerNorm> {
+    let weight = vb.get_with_hints(width, "weight", Init::Const(1.0))?;
+    let bias = Tensor::zeros(width, vb.dtype(), vb.device())?;
+    Ok(LayerNorm { weight, bias, eps, layer: vb.prefix().into() })
+}
+
 /// Root-mean-square normalisation.
 #[derive(Debug, Clone)]
 pub struct RmsNorm {

@@ -22,11 +22,11 @@ pub use conv::{
 pub use group_norm::{GroupNorm, group_norm};
 pub use init::{Init, Initializer};
 pub use layers::{
-    Embedding, LayerNorm, Linear, RmsNorm, embedding, layer_norm, linear, linear_b, linear_no_bias, linear_with_hints,
-    rms_norm, rms_norm_offset,
+    Embedding, LayerNorm, Linear, RmsNorm, embedding, layer_norm, layer_norm_no_bias, linear, linear_b, linear_no_bias,
+    linear_with_hints, rms_norm, rms_norm_offset,
 };
 pub use model::Model;
-pub use moe::{Capacity, Choice, Exchange, Experts, Router, RouterConfig, Routing, Score};
+pub use moe::{Capacity, Choice, Exchange, Experts, LimitedActivation, Router, RouterConfig, Routing, Score};
 pub use ops::Dropout;
 pub use sequential::{Sequential, seq};
 pub use trainable::{Lora, Trainable, names};

@@ -1,5 +1,6 @@
 //! Declaration of named parameters.
 
+use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 
 use candle_core::{DType, Shape};
@@ -21,6 +22,8 @@ pub struct VarBuilder {
     expert_ranks: (usize, usize),
     trainable: Arc<Trainable>,
     is_training: bool,
+    /// Other names of levels of the path.
+    names: Arc<BTreeMap<String, String>>,
 }
 
 impl VarBuilder {
@@ -34,6 +37,7 @@ impl VarBuilder {
             expert_ranks: (1, 0),
             trainable,
             is_training: true,
+            names: Arc::default(),
         }
     }
 
@@ -97,10 +101,18 @@ impl VarBuilder {
         Ok(Tensor::of(&self.graph, id))
     }
 
+    /// Renames levels of the path: [`Self::pp`] extends the path by the value of `names` instead of by the key. The last
+    /// part of a parameter's name, which [`Self::get`] gets, is not renamed.
+    #[must_use]
+    pub fn with_names(self, names: &BTreeMap<String, String>) -> Self {
+        Self { names: Arc::new(names.clone()), ..self }
+    }
+
     /// Returns a builder one level down, whose path is extended by `name`.
     #[must_use]
     pub fn pp(&self, name: impl ToString) -> Self {
-        Self { path: self.full(&name.to_string()), ..self.clone() }
+        let name = name.to_string();
+        Self { path: self.full(self.names.get(&name).unwrap_or(&name)), ..self.clone() }
     }
 
     /// Returns a builder of parameters of another type under the same path, like candle's.

@@ -309,8 +309,8 @@ fn log_sum_exp(scores: &[f64]) -> f64 {
 /// The gradient of [`Attention`]: (dq, dk, dv), each [batch, tokens, heads, …], from (q, k, v, out, log-sum-exp,
 /// d_out). The probabilities are recomputed from the log-sum-exp.
 #[derive(Debug, Clone, Copy)]
-struct AttentionGrad {
-    attention: Attention,
+pub(super) struct AttentionGrad {
+    pub(super) attention: Attention,
 }
 
 impl Op for AttentionGrad {

@@ -2,9 +2,9 @@
 
 use candle_core::Layout;
 use gapless_kernels::Spec;
-use gapless_kernels::cpu::Args;
 use gapless_kernels::cpu::attention::{self, HeadStrides, Mask};
 use gapless_kernels::cpu::bf16::with_float;
+use gapless_kernels::cpu::{Args, math};
 
 use super::Attention;
 use super::attention::head_is_dense;
@@ -15,6 +15,7 @@ use crate::reference::{Array, Reference};
 ///
 /// - Inputs: q [batch, heads, tokens, head size], the caches k [batch, key-value heads, window, head size] and v
 ///   [batch, key-value heads, window, value size], and `positions` u32 [batch, tokens], consecutive in each sequence.
+/// - Optional fifth input: sinks f32 `[heads]`, as in [`SinkAttention`](super::SinkAttention).
 /// - Output: [batch, tokens, heads, value size], bit-identical to the rows that [`Attention`] over the whole text gives
 ///   for the new tokens.
 ///
@@ -51,6 +52,9 @@ impl Op for CachedAttention {
         if widest > attention::MAX_HEAD_SIZE {
             return Err(format!("the head size {widest} is above the maximum of {}", attention::MAX_HEAD_SIZE));
         }
+        if inputs.get(4).is_some_and(|sinks| sinks.dims() != [heads]) {
+            return Err(format!("the sinks must be [{heads}]"));
+        }
         if tokens > window {
             return Err(format!("{tokens} tokens do not fit a window of {window}"));
         }
@@ -73,7 +77,8 @@ impl Op for CachedAttention {
 
     fn workspace(&self, inputs: &[Spec], _: &[Spec], threads: usize) -> Vec<u64> {
         let [q, k, v] = [0, 1, 2].map(|i| Layout::contiguous(inputs[i].shape.clone()));
-        self.kernel(&q, &k, &v).forward_scratch(threads)
+        let lse = (inputs.len() > 4).then(|| 4 * inputs[0].dims()[..3].iter().product::<usize>() as u64);
+        lse.into_iter().chain(self.kernel(&q, &k, &v).forward_scratch(threads)).collect()
     }
 
     fn reads_bf16(&self, _: usize) -> bool {
@@ -88,11 +93,20 @@ impl Op for CachedAttention {
     fn run(&self, args: &mut Args<'_>) {
         let (out, scratch) = (args.output::<f32>(0), &mut args.workspace());
         let positions = args.input(3);
+        let sinks = (args.inputs() > 4).then(|| args.input::<f32>(4));
+        let mut lse = sinks.map(|_| scratch.take::<f32>());
         with_float!(args.input_dtype(0), T => {
             let [(q, of_q), (k, of_k), (v, of_v)] = [0, 1, 2].map(|i| args.strided::<T>(i));
             let kernel = self.kernel(of_q, of_k, of_v);
-            kernel.forward_at(q, k, v, positions, out, scratch).expect("extents by the shape rule");
+            kernel.forward_at(q, k, v, positions, out, lse.as_deref_mut(), scratch).expect("extents by the shape rule");
         });
+        let (Some(sinks), Some(lse)) = (sinks, lse) else { return };
+        let &[_, tokens, heads, value_size] = args.output_dims(0) else { unreachable!("rank 4 by the shape rule") };
+        for (row, out) in out.chunks_exact_mut(value_size).enumerate() {
+            let (b, t, h) = (row / heads / tokens, row / heads % tokens, row % heads);
+            let share = math::sigmoid(lse[(b * heads + h) * tokens + t] - sinks[h]);
+            out.iter_mut().for_each(|out| *out *= share);
+        }
     }
     fn cuda_workspace(&self, inputs: &[Spec], _: &[Spec]) -> Vec<u64> {
         gapless_kernels::cuda::launch::cached_attention_workspace(inputs)
@@ -112,7 +126,8 @@ impl Op for CachedAttention {
             let visible = positions.data[b * tokens + t] as usize + 1;
             let seen = self.0.window.map_or(0, |window| visible.saturating_sub(window))..visible;
             let weight = |s: usize| self.0.score(q, &k.data[(rows + s) * size..]).exp();
-            let sum: f64 = seen.clone().map(weight).sum();
+            let sink = if args.inputs() > 4 { args.input(4).data[h].exp() } else { 0.0 };
+            let sum: f64 = seen.clone().map(weight).sum::<f64>() + sink;
             for s in seen {
                 for i in 0..value_size {
                     out.data[((b * tokens + t) * heads + h) * value_size + i] +=

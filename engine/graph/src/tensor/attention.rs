@@ -1,6 +1,8 @@
 //! Attention. It is one fused operation if it is causal or unmasked, and composed of other operations if an arbitrary
 //! mask is given.
 
+use candle_core::DType;
+
 use super::Tensor;
 use crate::error::Result;
 use crate::graph::Sequences;
@@ -52,6 +54,33 @@ impl Tensor {
                 Self::apply_op::<1>(ops::CachedAttention(how), &inputs)?[0].transpose(1, 2)
             }
         }
+    }
+
+    /// Like [`Self::attend`], with a sink for each head: `sinks` `[heads]` are scores that take part in the softmax but have
+    /// no value. So the weights of a query's keys sum to less than 1.
+    ///
+    /// # Errors
+    /// Returns the errors of [`Self::attend`], and an error if `sinks` is not `[heads]`.
+    pub fn attend_with_sinks(&self, k: &Self, v: &Self, sinks: &Self, how: ops::Attention) -> Result<Self> {
+        let (k, v) = (&k.cached("keys")?, &v.cached("values")?);
+        let sinks = sinks.to_dtype(DType::F32)?;
+        let mut inputs = vec![self.clone(), k.clone(), v.clone()];
+        match self.sequences() {
+            Sequences::Whole => {}
+            Sequences::Packed { document_starts, .. } => inputs.push(Self::of(&self.graph, document_starts)),
+            Sequences::Continued { positions, .. } => {
+                let inputs = [self, k, v, &Self::of(&self.graph, positions), &sinks];
+                return Self::apply_op::<1>(ops::CachedAttention(how), &inputs)?[0].transpose(1, 2);
+            }
+        }
+        let inputs: Vec<&Self> = inputs.iter().collect();
+        let [out, lse] = Self::apply_op::<2>(how, &inputs)?;
+        // The share of the softmax that keys have: exp(lse) / (exp(lse) + exp(sink)).
+        let share = lse.broadcast_sub(&sinks.unsqueeze(1)?)?.sigmoid()?;
+        let y = out.broadcast_mul(&share.transpose(1, 2)?.unsqueeze(3)?.to_dtype(out.dtype())?)?.detach();
+        let lse = lse.sub(&share.log()?)?.detach();
+        let inputs: Vec<&Self> = [&y, &lse, &sinks].into_iter().chain(inputs).collect();
+        Self::apply_op::<1>(ops::SinkAttention(how), &inputs)?[0].transpose(1, 2)
     }
 
     /// Like [`Self::causal_attention`], but every query sees every key.

@@ -29,18 +29,18 @@ fn the_best_experts() {
     for (experts, k) in [(16, 1), (16, 3), (80, 4), (1024, 8)] {
         for groups in [None].into_iter().chain(groups).filter(|g| g.is_none_or(|g| experts / g.count * g.limit >= k)) {
             check(&["top_k", "top_k_grad"], &[&[2, 5, experts]], &[], |x, _| {
-                let [values, _] = Tensor::apply_op(TopK { k, groups }, &[&x[0]])?;
+                let [values, _] = Tensor::apply_op(TopK { k, groups, by_best: k == 3 }, &[&x[0]])?;
                 Ok(values)
             });
             check(&["top_k"], &[&[3, experts], &[experts]], &[], |x, _| {
-                let [values, _] = Tensor::apply_op(TopK { k, groups }, &[&x[0].sqr()?, &x[1]])?;
+                let [values, _] = Tensor::apply_op(TopK { k, groups, by_best: k == 3 }, &[&x[0].sqr()?, &x[1]])?;
                 Ok(values)
             });
         }
     }
     // If scores are equal, the first one is chosen.
     check(&["top_k"], &[&[3, 40]], &[], |x, _| {
-        let [values, _] = Tensor::apply_op(TopK { k: 5, groups: None }, &[&x[0].affine(0.0, 1.0)?])?;
+        let [values, _] = Tensor::apply_op(TopK { k: 5, groups: None, by_best: false }, &[&x[0].affine(0.0, 1.0)?])?;
         Ok(values)
     });
 }
@@ -120,7 +120,8 @@ fn padding_has_no_experts() {
                 &[(&[2, TOKENS], &starts), (&[TOKENS + 1], &limits)],
                 |x, ids| {
                     let routed = Tensor::from_slice(&routed, (2, TOKENS), x[0].device())?;
-                    let [weights, chosen] = Tensor::apply_op(TopK { k: K, groups: None }, &[&x[0], &x[1], &routed])?;
+                    let [weights, chosen] =
+                        Tensor::apply_op(TopK { k: K, groups: None, by_best: false }, &[&x[0], &x[1], &routed])?;
                     let (choices, weights_of) = match chooses {
                         Chooses::Tokens => (&chosen, Some(&weights).filter(|_| is_lightest)),
                         Chooses::Experts => (&x[0], None),

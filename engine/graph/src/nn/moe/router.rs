@@ -72,6 +72,10 @@ pub struct RouterConfig {
     pub scale: f64,
     /// The groups of experts, and the number of groups that a token may use. Without them, a token may use all experts.
     pub groups: Option<ExpertGroups>,
+    /// True if groups are ranked by their best expert, as in DeepSeek-V2, and not by their two best.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    #[schemars(extend("default" = false))]
+    pub groups_by_best: bool,
     /// The side that chooses: tokens or experts.
     pub choice: Choice,
     /// The maximum number of rows per expert. Without it, no row is dropped. It is required if experts choose tokens.
@@ -90,6 +94,10 @@ pub struct RouterConfig {
     /// experts are chosen. It rises if the expert has less than the mean load, and falls if the expert has more (Wang
     /// et al., arXiv 2408.15664). 0 means no bias.
     pub bias_rate: f64,
+    /// True if the logits have a trained bias per expert (gpt-oss).
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    #[schemars(extend("default" = false))]
+    pub logit_bias: bool,
     /// Whether there is a bias even if `bias_rate` is 0, for example to fine-tune a model that was trained with one.
     pub fixed_bias: bool,
 }
@@ -104,12 +112,14 @@ impl Default for RouterConfig {
             renormalise: true,
             scale: 1.0,
             groups: None,
+            groups_by_best: false,
             choice: Choice::Tokens,
             capacity: None,
             jitter: 0.0,
             balance_loss: 0.02,
             z_loss: 0.0,
             bias_rate: 0.0,
+            logit_bias: false,
             fixed_bias: false,
         }
     }
@@ -164,12 +174,14 @@ impl RouterConfig {
     }
 }
 
-/// A router layer with the parameter `weight` [experts, width]. If there is a bias, it is `e_score_correction_bias`
-/// \[experts\]. The bias is f32 in every model, because its changes of `bias_rate` would be lost in bf16.
+/// A router layer with the parameter `weight` [experts, width]. A bias of the logits is `bias` \[experts\]; a bias that only
+/// chooses experts is `e_score_correction_bias` \[experts\]. The latter is f32 in every model, because its changes of
+/// `bias_rate` would be lost in bf16.
 #[derive(Debug, Clone)]
 pub struct Router {
     config: RouterConfig,
     weight: Tensor,
+    logit_bias: Option<Tensor>,
     bias: Option<Tensor>,
     layer: String,
 }
@@ -182,6 +194,10 @@ impl Router {
     pub fn new(config: &RouterConfig, width: usize, vb: VarBuilder) -> Result<Self> {
         config.check()?;
         let weight = vb.get((config.experts, width), "weight")?;
+        let logit_bias = match config.logit_bias {
+            false => None,
+            true => Some(vb.get_with_hints(config.experts, "bias", Init::Const(0.0))?),
+        };
         let bias = match config.bias_rate {
             0.0 if !config.fixed_bias => None,
             rate => {
@@ -190,7 +206,7 @@ impl Router {
                 Some(vb.get_with_rule(config.experts, "e_score_correction_bias", Init::Const(0.0), rule)?)
             }
         };
-        Ok(Self { config: config.clone(), weight, bias, layer: vb.prefix().to_owned() })
+        Ok(Self { config: config.clone(), weight, logit_bias, bias, layer: vb.prefix().to_owned() })
     }
 
     /// Chooses experts for the tokens of `x` [batch, tokens, width].
@@ -204,7 +220,7 @@ impl Router {
     /// Returns an error if the shapes do not fit.
     pub fn forward(&self, x: &Tensor, train: bool) -> Result<Routing> {
         let _layer = x.enter(&self.layer);
-        let routing = self.config.route(x, &self.weight, self.bias.as_ref(), train)?;
+        let routing = self.config.route_biased(x, &self.weight, self.logit_bias.as_ref(), self.bias.as_ref(), train)?;
         if train {
             if let Some(ids) = &routing.ids {
                 let op = ExpertLoad { experts: self.config.experts, by_sequence: false };
@@ -234,10 +250,21 @@ impl RouterConfig {
     /// # Errors
     /// Returns an error if the shapes do not fit.
     pub fn route(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, train: bool) -> Result<Routing> {
+        self.route_biased(x, weight, None, bias, train)
+    }
+
+    fn route_biased(
+        &self,
+        x: &Tensor,
+        weight: &Tensor,
+        logit_bias: Option<&Tensor>,
+        bias: Option<&Tensor>,
+        train: bool,
+    ) -> Result<Routing> {
         let (_, tokens, _) = x.dims3()?;
         let logits = match self.jitter {
-            amount if train && amount > 0.0 => Jitter::apply(x, amount)?.linear(weight, None)?,
-            _ => x.linear(weight, None)?,
+            amount if train && amount > 0.0 => Jitter::apply(x, amount)?.linear(weight, logit_bias)?,
+            _ => x.linear(weight, logit_bias)?,
         };
         // Scores and sums of scores are always f32, whatever type the model computes in.
         let logits = logits.to_dtype(DType::F32)?;
@@ -260,7 +287,7 @@ impl RouterConfig {
         let (weights, ids, [places, slots, starts]) = match self.choice {
             Choice::Experts => (scores.clone(), None, route(Chooses::Experts, &[&scores])?),
             Choice::Tokens => {
-                let op = TopK { k: self.top_k, groups: self.groups };
+                let op = TopK { k: self.top_k, groups: self.groups, by_best: self.groups_by_best };
                 let inputs: Vec<&Tensor> = [&scores].into_iter().chain(&bias).chain(routed).collect();
                 let [weights, ids] = Tensor::apply_op(op, &inputs)?;
                 let routed = match self.capacity {

@@ -37,6 +37,9 @@ pub struct TopK {
     pub k: usize,
     /// The groups of experts, and the number of groups that a token may use. `None` if a token may use all experts.
     pub groups: Option<ExpertGroups>,
+    /// True if groups are ranked by their best expert alone (device-limited routing, DeepSeek-V2, arXiv 2405.04434, section
+    /// 2.2.2).
+    pub by_best: bool,
 }
 
 /// Maximum number of experts. It limits the arrays on the stack in which a token's experts are chosen.
@@ -64,7 +67,7 @@ impl TopK {
             let worth = |group: usize| {
                 let of_group = |i| score(group * size + i);
                 let best = best(size, of_group, |_| true);
-                let second = best.and_then(|best| self::best(size, of_group, |i| i != best));
+                let second = best.filter(|_| !self.by_best).and_then(|best| self::best(size, of_group, |i| i != best));
                 match (best, second) {
                     (Some(a), Some(b)) => of_group(a) + of_group(b),
                     (a, _) => of_group(a.unwrap_or(0)),
@@ -176,7 +179,9 @@ impl Op for TopK {
         });
     }
     fn cuda(&self, operands: &gapless_kernels::cuda::Operands<'_>) -> Option<Vec<gapless_kernels::cuda::Launch>> {
-        gapless_kernels::cuda::launch::top_k(self.k, self.groups.map(|groups| (groups.count, groups.limit)), operands)
+        let ranking = if self.by_best { 1 } else { 2 };
+        let groups = self.groups.map(|groups| [groups.count, groups.limit, ranking]);
+        gapless_kernels::cuda::launch::top_k(self.k, groups, operands)
     }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {

@@ -211,12 +211,13 @@ impl Attention {
         Ok(())
     }
 
-    /// Computes the outputs, without the log-sum-exp, for queries at `positions` \[batch, queries\] among the keys of
-    /// a cache. Positions must be consecutive in each sequence. Each query sees the keys up to its own position; the
-    /// mask is ignored.
+    /// Computes the outputs, and the log-sum-exp if `lse` is given, for queries at `positions` \[batch, queries\] among
+    /// the keys of a cache. Positions must be consecutive in each sequence. Each query sees the keys up to its own
+    /// position; the mask is ignored.
     ///
     /// # Errors
     /// Returns the errors of [`Attention::forward`], and an error if a position is not among the keys.
+    #[expect(clippy::too_many_arguments, reason = "operands, as of `forward`")]
     pub fn forward_at<T: Factor>(
         &self,
         q: &[T],
@@ -224,9 +225,13 @@ impl Attention {
         v: &[T],
         positions: &[u32],
         out: &mut [f32],
+        lse: Option<&mut [f32]>,
         scratch: &mut Scratch<'_>,
     ) -> Result<(), AttentionError> {
         self.check_forward(q, k, v, out, scratch)?;
+        if let Some(lse) = &lse {
+            at_least("lse", self.per_query_len(self.heads), lse.len())?;
+        }
         at_least("positions", self.per_query_len(1), positions.len())?;
         let ends = positions
             .chunks_exact(self.queries.max(1))
@@ -238,7 +243,7 @@ impl Attention {
             k: k.as_ptr(),
             v: v.as_ptr(),
             out: out.as_mut_ptr(),
-            lse: std::ptr::null_mut(),
+            lse: lse.map_or(std::ptr::null_mut(), <[f32]>::as_mut_ptr),
             positions: positions.as_ptr(),
             starts: std::ptr::null(),
         };

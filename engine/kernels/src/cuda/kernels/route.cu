@@ -42,6 +42,8 @@ struct TopKArguments {
     // Number of groups of experts; 0 if experts are not grouped.
     u64 groups;
     u64 group_limit;
+    // Number of best experts whose scores rank a group.
+    u64 ranking;
 };
 
 // Chooses the k best experts of each token. Each warp handles one token. For each warp, `shared_memory` holds the
@@ -59,7 +61,7 @@ __device__ void top_k(const TopKArguments& to) {
     for (u32 group = 0; group < groups; ++group) {
         f32 sum = 0.0f;
         u32 best = NONE;
-        for (u32 nth = 0; nth < (size > 1 ? 2 : 1); ++nth) {
+        for (u32 nth = 0; nth < smaller(size, u32(to.ranking)); ++nth) {
             Candidate own{0.0f, NONE};
             for (u32 i = group * size + lane; i < (group + 1) * size; i += 32) {
                 if (i != best) own.improve(score(i), i);

@@ -18,6 +18,7 @@ struct TopKArguments {
     k: u64,
     groups: u64,
     group_limit: u64,
+    ranking: u64,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -129,8 +130,9 @@ struct RoutedSwiGluArguments {
 }
 
 /// Launches `top_k`: computes (values, ids) from scores and, optionally, a bias per expert and the weight of each
-/// token. `groups` contains the number of groups of experts and how many groups a token may use.
-pub fn top_k(k: usize, groups: Option<(usize, usize)>, operands: &Operands<'_>) -> Option<Vec<Launch>> {
+/// token. `groups` contains the number of groups of experts, how many groups a token may use, and of how many best experts the
+/// scores rank a group.
+pub fn top_k(k: usize, groups: Option<[usize; 3]>, operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let ([scores, others @ ..], [values, ids]) = (operands.inputs, operands.outputs) else { return None };
     let address = |is_bias| others.iter().find(|other| (rank(other) == 1) == is_bias).map_or(0, |other| other.address);
     // A warp marks the chosen experts in 32 words of 32 bits, one word per lane.
@@ -138,7 +140,7 @@ pub fn top_k(k: usize, groups: Option<(usize, usize)>, operands: &Operands<'_>) 
         return None;
     }
     let tokens = scores.count() / scores.width();
-    let (groups, group_limit) = groups.map_or((0, 0), |(count, limit)| (count as u64, limit as u64));
+    let [groups, group_limit, ranking] = groups.unwrap_or([0; 3]).map(|number| number as u64);
     let arguments = TopKArguments {
         scores: scores.address,
         bias: address(true),
@@ -150,6 +152,7 @@ pub fn top_k(k: usize, groups: Option<(usize, usize)>, operands: &Operands<'_>) 
         k: k as u64,
         groups,
         group_limit,
+        ranking,
     };
     let launch = Kernel::flat(Route, typed("top_k", scores.dtype)?, 32 * tokens, arguments);
     // Shared memory holds two words per warp and group.

@@ -1,0 +1,265 @@
+#!/usr/bin/env python3
+"""Writes families.jsonl: a tiny model of each family, and what PyTorch and transformers compute from it on a CPU in f32.
+
+    python families.py families.jsonl [--tokens 16] [--only NAME] [--more]
+
+Each line has the config.json, the names and shapes of the stored tensors, the loss before training and after one and two
+AdamW steps, and greedy tokens. The elements of tensors are not stored: `element` computes them from the tensor's name and
+the case's salt, and tests/hugging_face/families.rs does the same. In names, `#` stands for the number of a layer or of an
+expert; `layers` and `experts` list them. --more adds further options of the families, which the repository does not have.
+"""
+
+import argparse, json, math, os, re, sys, tempfile, warnings
+from pathlib import Path
+
+os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
+warnings.filterwarnings("ignore")
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+torch.set_num_threads(1)
+transformers.utils.logging.disable_progress_bar()
+
+TOKENS, STEPS = 20, 2
+
+
+def small(**changes):
+    base = dict(vocab_size=80, hidden_size=32, intermediate_size=44, num_hidden_layers=2, num_attention_heads=4,
+                num_key_value_heads=2, max_position_embeddings=64, bos_token_id=1, eos_token_id=2, pad_token_id=None)
+    return {**base, **changes}
+
+
+def rope(**options):
+    return dict(rope_parameters=dict(rope_theta=10000.0, **options))
+
+
+YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16, beta_fast=32.0, beta_slow=1.0)
+LONG = dict(rope_type="longrope", short_factor=[1.0, 1.1, 1.3, 1.6], long_factor=[1.0, 2.0, 3.0, 4.0])
+SPARSE = dict(num_experts_per_tok=2, moe_intermediate_size=20)
+DEEPSEEK = small(num_key_value_heads=4, q_lora_rank=20, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=12, v_head_dim=10,
+                 first_k_dense_replace=1, n_routed_experts=6, n_shared_experts=1, **SPARSE)
+LLAMA4_LONG = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=8, max_position_embeddings=64, beta_fast=32.0,
+                   beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.1)
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+# (name, model_type, config). The first case of each family is in the repository.
+CASES = [
+    ("gemma", "gemma", small(head_dim=12, hidden_activation="gelu_pytorch_tanh")),
+    ("phi3_long", "phi3", small(num_key_value_heads=1, max_position_embeddings=64, original_max_position_embeddings=4, **rope(**LONG))),
+    ("olmo3_yarn", "olmo3", small(num_hidden_layers=4, sliding_window=6, rope_scaling=YARN, rope_theta=10000.0)),
+    ("olmoe", "olmoe", small(num_experts=6, num_experts_per_tok=2, clip_qkv=1.5)),
+    ("granite", "granite", small(embedding_multiplier=3.0, logits_scaling=2.0, residual_multiplier=0.4, attention_multiplier=0.2)),
+    ("granitemoe", "granitemoe", small(num_local_experts=4, num_experts_per_tok=2, embedding_multiplier=3.0, logits_scaling=2.0,
+                                       residual_multiplier=0.4, attention_multiplier=0.2)),
+    ("glm", "glm", small(head_dim=12, partial_rotary_factor=0.5)),
+    ("glm4", "glm4", small(head_dim=8)),
+    ("smollm3", "smollm3", small(no_rope_layers=[1, 0], rms_norm_eps=1e-5)),
+    ("gpt_neox", "gpt_neox", dict(small(rotary_pct=0.5, layer_norm_eps=1e-4), num_key_value_heads=None)),
+    ("starcoder2", "starcoder2", small(sliding_window=6, tie_word_embeddings=False)),
+    ("stablelm", "stablelm", small(use_qkv_bias=True, partial_rotary_factor=0.5)),
+    ("cohere", "cohere", small(logit_scale=0.25)),
+    ("cohere2", "cohere2", small(num_hidden_layers=3, sliding_window=6, logit_scale=0.25, layer_types=[SLIDING, FULL, SLIDING])),
+    ("deepseek_v2", "deepseek_v2", {**DEEPSEEK, "q_lora_rank": None, "routed_scaling_factor": 1.5}),
+    ("deepseek_v3_mtp", "deepseek_v3", {**DEEPSEEK, "n_group": 2, "topk_group": 1, "num_nextn_predict_layers": 1}),
+    ("ernie4_5", "ernie4_5", small(head_dim=12, use_bias=True)),
+    ("seed_oss", "seed_oss", small(head_dim=12, attention_out_bias=True)),
+    ("hunyuan_v1_dense", "hunyuan_v1_dense", small(head_dim=8, **rope(rope_type="dynamic", alpha=50.0, factor=1.0))),
+    ("exaone4", "exaone4", small(num_hidden_layers=3, sliding_window=6, layer_types=[SLIDING, FULL, SLIDING])),
+    ("arcee", "arcee", small(mlp_bias=True)),
+    ("apertus", "apertus", small()),
+    ("ministral", "ministral", small(head_dim=12, sliding_window=6, layer_types=[SLIDING, FULL])),
+    ("ministral3", "ministral3", small(head_dim=12, **rope(**LLAMA4_LONG))),
+    ("glm4_moe", "glm4_moe", small(head_dim=12, n_routed_experts=6, first_k_dense_replace=1, use_qk_norm=True, attention_bias=True,
+                                   n_group=2, topk_group=1, routed_scaling_factor=1.5, num_nextn_predict_layers=0, **SPARSE)),
+    ("dots1", "dots1", small(head_dim=12, n_routed_experts=4, n_shared_experts=2, first_k_dense_replace=1, norm_topk_prob=True,
+                             sliding_window=6, max_window_layers=1, **SPARSE)),
+    ("minimax_m2", "minimax_m2", small(head_dim=12, num_local_experts=4, num_experts_per_tok=2, rotary_dim=6)),
+    ("gpt_oss", "gpt_oss", small(head_dim=12, num_local_experts=4, num_experts_per_tok=2, sliding_window=6, swiglu_limit=0.8,
+                                 **rope(**YARN, truncate=False))),
+    ("llama_dynamic", "llama", small(max_position_embeddings=12, hidden_act="gelu", **rope(rope_type="dynamic", factor=2.0))),
+]
+
+MORE = [
+    ("gemma_bias", "gemma", small(head_dim=8, attention_bias=True, hidden_act="gelu", **rope(rope_type="linear", factor=2.0))),
+    ("phi3", "phi3", small(partial_rotary_factor=0.5, sliding_window=6)),
+    ("phi3_short", "phi3", small(original_max_position_embeddings=128, max_position_embeddings=512, tie_word_embeddings=True, **rope(**LONG))),
+    ("phi3_partial_long", "phi3", small(hidden_size=64, original_max_position_embeddings=4, max_position_embeddings=128,
+                                        partial_rotary_factor=0.5, **rope(**LONG))),
+    ("olmo3", "olmo3", small(num_hidden_layers=3, sliding_window=5, layer_types=[FULL, SLIDING, FULL], attention_bias=True)),
+    ("olmo3_theta", "olmo3", small(num_hidden_layers=4, sliding_window=7, rope_theta=5000.0)),
+    ("olmoe_norm", "olmoe", small(num_experts=4, num_experts_per_tok=3, norm_topk_prob=True)),
+    ("granite_bias", "granite", small(attention_bias=True, mlp_bias=True, tie_word_embeddings=True, attention_multiplier=0.5)),
+    ("granitemoe_plain", "granitemoe", small(num_local_experts=3, num_experts_per_tok=1, attention_bias=True)),
+    ("glm_nobias", "glm", small(head_dim=16, attention_bias=False, tie_word_embeddings=True)),
+    ("glm4_nobias", "glm4", small(head_dim=16, attention_bias=False, partial_rotary_factor=1.0)),
+    ("smollm3_window", "smollm3", small(num_hidden_layers=4, use_sliding_window=True, sliding_window=6, attention_bias=True, mlp_bias=True)),
+    ("smollm3_yarn", "smollm3", small(num_hidden_layers=4, no_rope_layer_interval=2, tie_word_embeddings=False, **rope(**YARN))),
+    ("gpt_neox_serial", "gpt_neox", dict(small(use_parallel_residual=False, attention_bias=False, hidden_act="gelu_new"), num_key_value_heads=None)),
+    ("gpt_neox_tied", "gpt_neox", dict(small(rotary_pct=1.0, tie_word_embeddings=True, rotary_emb_base=5000), num_key_value_heads=None)),
+    ("starcoder2_tied", "starcoder2", small(use_bias=False, hidden_act="gelu")),
+    ("stablelm_parallel", "stablelm", small(use_parallel_residual=True, partial_rotary_factor=0.25)),
+    ("cohere_dynamic", "cohere", small(max_position_embeddings=12, **rope(rope_type="dynamic", factor=2.0))),
+    ("glm_dynamic", "glm", small(max_position_embeddings=12, head_dim=16, **rope(rope_type="dynamic", factor=2.0, partial_rotary_factor=0.5))),
+    ("cohere_bias", "cohere", small(attention_bias=True, tie_word_embeddings=False)),
+    ("cohere2_pattern", "cohere2", small(num_hidden_layers=4, sliding_window=4, attention_bias=True)),
+    ("cohere2_full", "cohere2", small(layer_types=[FULL, FULL])),
+    ("deepseek_v2_bias", "deepseek_v2", {**DEEPSEEK, "attention_bias": True, "n_shared_experts": 2, "first_k_dense_replace": 0}),
+    ("deepseek_v2_yarn", "deepseek_v2", {**DEEPSEEK, **rope(**YARN, mscale=0.707, mscale_all_dim=0.707)}),
+    ("deepseek_v2_groups", "deepseek_v2", {**DEEPSEEK, "topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 2}),
+    ("ernie4_5_plain", "ernie4_5", small(head_dim=8, tie_word_embeddings=False)),
+    ("seed_oss_plain", "seed_oss", small(attention_bias=False, head_dim=8, mlp_bias=True)),
+    ("hunyuan_plain", "hunyuan_v1_dense", small(attention_bias=True, tie_word_embeddings=True, head_dim=12)),
+    ("exaone4_full", "exaone4", small(sliding_window=None, layer_types=[FULL, FULL], tie_word_embeddings=True)),
+    ("exaone4_pattern", "exaone4", small(num_hidden_layers=4, sliding_window=5, sliding_window_pattern=2, **rope(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32))),
+    ("arcee_yarn", "arcee", small(attention_bias=True, head_dim=12, **rope(**YARN))),
+    ("apertus_bias", "apertus", small(attention_bias=True, **rope(rope_type="default"))),
+    ("apertus_silu", "apertus", small(hidden_act="silu", tie_word_embeddings=True)),
+    ("ministral_plain", "ministral", small(sliding_window=5, head_dim=8)),
+    ("ministral3_window", "ministral3", small(sliding_window=6, head_dim=8, **rope(**{**LLAMA4_LONG, "original_max_position_embeddings": 32}))),
+    ("glm4_moe_plain", "glm4_moe", small(head_dim=16, n_routed_experts=4, first_k_dense_replace=0, n_shared_experts=2, norm_topk_prob=False, **SPARSE)),
+    ("dots1_plain", "dots1", small(head_dim=8, n_routed_experts=4, n_shared_experts=1, first_k_dense_replace=2, num_hidden_layers=3, attention_bias=True, **SPARSE)),
+    ("minimax_m2_whole", "minimax_m2", small(head_dim=8, num_local_experts=5, num_experts_per_tok=3)),
+    ("llama_relu", "llama", small(hidden_act="relu", **rope(rope_type="dynamic", factor=3.0))),
+    ("llama_gelu_new", "llama", small(hidden_act="gelu_new", tie_word_embeddings=True)),
+    ("gpt_oss_plain", "gpt_oss", small(head_dim=8, num_local_experts=5, num_experts_per_tok=3, attention_bias=False, tie_word_embeddings=True,
+                                       layer_types=[FULL, SLIDING], sliding_window=4)),
+    ("mistral_gelu", "mistral", small(hidden_act="gelu_pytorch_tanh")),
+]
+
+
+def element_bits(name, salt, count):
+    """64 random bits per element: splitmix64 from the FNV-1a hash of the name and the salt."""
+    state = 0xCBF29CE484222325
+    for byte in f"{name}:{salt}".encode():
+        state = ((state ^ byte) * 0x100000001B3) % 2**64
+    with np.errstate(over="ignore"):
+        z = np.uint64(state) + (np.arange(count, dtype=np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return z ^ (z >> np.uint64(31))
+
+
+def elements(name, shape, salt):
+    """The elements of a stored tensor: uniform, with a mean and a width that make every option visible."""
+    count = math.prod(shape)
+    uniform = (element_bits(name, salt, count) >> np.uint64(11)).astype(np.float64) / 2**52 - 1.0
+    fan_in = shape[-1] if shape else 1
+    if name.endswith("bias"):
+        mean, width = 0.0, 0.4
+    elif len(shape) == 1 and "act_fn" not in name:
+        mean, width = 1.0, 0.4
+    elif len(shape) <= 1:
+        mean, width = 0.0, 0.5
+    elif re.search(r"embed_tokens|embed_in", name):
+        mean, width = 0.0, 0.4
+    elif re.search(r"lm_head|embed_out|q_proj|k_proj|qkv|query_key|q_b_proj|mlp\.(gate|router)\.|block_sparse_moe\.(gate|router)", name):
+        mean, width = 0.0, 3.0 / fan_in**0.5
+    else:
+        mean, width = 0.0, 1.8 / fan_in**0.5
+    return torch.from_numpy((mean + width * uniform).astype(np.float32).reshape(shape))
+
+
+def ids(what, salt, count, vocabulary):
+    return [3 + int(bits % np.uint64(vocabulary - 3)) for bits in element_bits(what, salt, count)]
+
+
+def make(case, tokens):
+    name, model_type, options = case
+    options = {key: value for key, value in options.items() if value is not None or key in ("sliding_window", "q_lora_rank", "pad_token_id")}
+    why = ""
+    for salt in range(40):
+        with tempfile.TemporaryDirectory() as folder:
+            folder = Path(folder)
+            config = AutoConfig.for_model(model_type, **json.loads(json.dumps(options)))
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            model.save_pretrained(folder)
+            stored = load_file(folder / "model.safetensors")
+            fixed = {n for n in stored if re.search(r"act_fn\.(beta|eps)$", n)}
+            stored = {n: t if n in fixed else elements(n, list(t.shape), salt) for n, t in stored.items()}
+            save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+            load = lambda: AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager",
+                                                                experts_implementation="eager", local_files_only=True).eval()
+            model = load()
+            losses = train(model, ids("input_ids", salt, 2 * TOKENS, config.vocab_size))
+            prompt = ids("prompt", salt, 5, config.vocab_size)
+            found, gap = greedy(load(), prompt, tokens)
+            if gap < 2e-4 or len(set(found)) < min(5, tokens):
+                why = f"gap {gap:.1e}, {len(set(found))} different tokens"
+                continue
+            written = json.loads((folder / "config.json").read_text())
+            written = {k: v for k, v in written.items() if k not in ("transformers_version", "architectures", "dtype", "use_cache")}
+            shapes = {n: list(t.shape) for n, t in stored.items() if n not in fixed}
+            return dict(name=name, salt=salt, config=written, tensors=shortened(shapes), losses=losses, prompt=prompt, tokens=found)
+    raise SystemExit(f"{name}: no salt with clear greedy choices; last: {why}")
+
+
+def shortened(shapes):
+    """[name with #, shape, layers, number of experts]"""
+    rows = {}
+    for name, shape in shapes.items():
+        layer = re.search(r"\.layers\.(\d+)\.", name)
+        expert = re.search(r"\.experts\.(\d+)\.", name)
+        short = re.sub(r"\.experts\.\d+\.", ".experts.#.", re.sub(r"\.layers\.\d+\.", ".layers.#.", name))
+        row = rows.setdefault((short, tuple(shape)), [short, shape, [], 0])
+        if layer and int(layer[1]) not in row[2]:
+            row[2] = sorted(row[2] + [int(layer[1])])
+        if expert:
+            row[3] = max(row[3], int(expert[1]) + 1)
+    return [rows[key] for key in sorted(rows)]
+
+
+def train(model, flat):
+    """Losses before and after AdamW steps, as in the README of the other cases."""
+    batch = torch.tensor(flat).reshape(2, TOKENS)
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    others = [p for p in model.parameters() if p.dim() < 2]
+    optimizer = torch.optim.AdamW([{"params": matrices}, {"params": others, "weight_decay": 0.0}], foreach=False,
+                                  lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    losses = []
+    for step in range(STEPS + 1):
+        # One token less: the model sees what the losses are of, and dynamic rotary positions depend on the length.
+        logits = model(batch[:, :-1]).logits
+        loss = F.cross_entropy(logits.reshape(-1, logits.shape[-1]), batch[:, 1:].reshape(-1))
+        losses.append(loss.item())
+        if step < STEPS:
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return losses
+
+
+@torch.no_grad()
+def greedy(model, prompt, count):
+    """Greedy tokens, generated with a cache, and the least lead of a chosen token's logit."""
+    model.generation_config.eos_token_id = None
+    out = model.generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False, pad_token_id=0, return_dict_in_generate=True, output_logits=True)
+    tops = [step[0].topk(2)[0] for step in out.logits]
+    return out.sequences[0, len(prompt):].tolist(), min((top[0] - top[1]).item() for top in tops)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--tokens", type=int, default=16)
+    parser.add_argument("--only")
+    parser.add_argument("--more", action="store_true")
+    args = parser.parse_args()
+    lines = []
+    for case in CASES + (MORE if args.more else []):
+        if args.only is None or case[0] == args.only:
+            try:
+                lines.append(json.dumps(make(case, args.tokens), separators=(",", ":")))
+            except Exception as error:
+                if not args.more:
+                    raise
+                print(f"{case[0]}: {type(error).__name__}: {str(error)[:300]}", file=sys.stderr)
+    args.out.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,212 @@
+//! Compares a tiny model of each family with transformers: losses before and in training, greedy tokens, and the bits of
+//! experts that are loaded and saved.
+//!
+//! `tests/evidence/hf/families.jsonl` has the results, and `families.py` beside it computes them. The weights are not
+//! stored: [`elements`] computes them from the names of the tensors. If the folder `$GAPLESS_HF` has a families.jsonl, its
+//! cases are compared too.
+
+use std::collections::BTreeMap;
+use std::ops::ControlFlow;
+use std::path::Path;
+
+use candle_core::{Device, Tensor};
+use gapless::models::hf::{Config, Folder, HfError};
+use gapless::{DeviceChoice, GenerateOptions, Generation, StepOptions, TrainOptions, Trainer};
+use serde_json::Value;
+
+use crate::case::options;
+use crate::options::{read, with};
+
+/// The number of tokens that a model sees in a sequence.
+const SEQUENCE: usize = 19;
+/// The greatest difference of losses. The greatest noise of f32 is a tenth of it.
+const LOSS: f64 = 1e-5;
+
+/// Returns 64 random bits per element: splitmix64, from the FNV-1a hash of a name and a salt.
+fn bits(name: &str, salt: u64) -> impl Iterator<Item = u64> {
+    let hash = |state: u64, byte: u8| (state ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
+    let state = format!("{name}:{salt}").bytes().fold(0xcbf2_9ce4_8422_2325, hash);
+    (1u64..).map(move |i| {
+        let z = state.wrapping_add(i.wrapping_mul(0x9e37_79b9_7f4a_7c15));
+        let z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    })
+}
+
+/// Returns the elements of a stored tensor.
+fn elements(name: &str, shape: &[usize], salt: u64) -> Vec<f32> {
+    let has = |parts: &[&str]| parts.iter().any(|part| name.contains(part));
+    let peaked =
+        ["lm_head", "embed_out", "q_proj", "k_proj", "qkv", "query_key", "q_b_proj", "mlp.gate.", "mlp.router."];
+    let routers = ["block_sparse_moe.gate", "block_sparse_moe.router"];
+    let root = (*shape.last().unwrap_or(&1) as f64).sqrt();
+    let (mean, width) = match shape.len() {
+        _ if name.ends_with("bias") => (0.0, 0.4),
+        1 if !has(&["act_fn"]) => (1.0, 0.4),
+        0 | 1 => (0.0, 0.5),
+        _ if has(&["embed_tokens", "embed_in"]) => (0.0, 0.4),
+        _ if has(&peaked) || has(&routers) => (0.0, 3.0 / root),
+        _ => (0.0, 1.8 / root),
+    };
+    let uniform = bits(name, salt).map(|bits| (bits >> 11) as f64 / (1u64 << 52) as f64 - 1.0);
+    uniform.take(shape.iter().product()).map(|x| (mean + width * x) as f32).collect()
+}
+
+fn ids(what: &str, salt: u64, count: usize, vocabulary: u64) -> Vec<u32> {
+    bits(what, salt).take(count).map(|bits| 3 + (bits % (vocabulary - 3)) as u32).collect()
+}
+
+struct Family {
+    name: String,
+    record: Value,
+}
+
+impl Family {
+    fn all() -> Vec<Self> {
+        let files = crate::roots().into_iter().map(|root| root.join("families.jsonl"));
+        let lines = files.filter_map(|file| std::fs::read_to_string(file).ok());
+        let of_line = |line: &str| {
+            let record: Value = serde_json::from_str(line).unwrap();
+            Self { name: record["name"].as_str().unwrap().to_owned(), record }
+        };
+        lines.flat_map(|text| text.lines().map(of_line).collect::<Vec<_>>()).collect()
+    }
+
+    fn u32s(&self, name: &str) -> Vec<u32> {
+        serde_json::from_value(self.record[name].clone()).unwrap()
+    }
+
+    /// Writes the folder.
+    fn write(&self, folder: &Path) {
+        let rows: Vec<(String, Vec<usize>, Vec<usize>, usize)> =
+            serde_json::from_value(self.record["tensors"].clone()).unwrap();
+        let mut tensors = BTreeMap::new();
+        for (name, shape, layers, experts) in rows {
+            for layer in if layers.is_empty() { vec![0] } else { layers } {
+                for expert in 0..experts.max(1) {
+                    let name = name.replace(".layers.#.", &format!(".layers.{layer}."));
+                    let name = name.replace(".experts.#.", &format!(".experts.{expert}."));
+                    let elements = elements(&name, &shape, self.record["salt"].as_u64().unwrap());
+                    tensors.insert(name, Tensor::from_vec(elements, &shape[..], &Device::Cpu).unwrap());
+                }
+            }
+        }
+        std::fs::write(folder.join("config.json"), self.record["config"].to_string()).unwrap();
+        let tensors = tensors.into_iter().collect();
+        candle_core::safetensors::save(&tensors, folder.join("model.safetensors")).unwrap();
+    }
+
+    /// Compares losses, and returns the greatest difference.
+    fn train(&self, trainer: &mut Trainer, vocabulary: u64) -> f64 {
+        let ids = ids("input_ids", self.record["salt"].as_u64().unwrap(), 2 * (SEQUENCE + 1), vocabulary);
+        let rows = ids.chunks_exact(SEQUENCE + 1);
+        let tokens: Vec<u32> = rows.clone().flat_map(|ids| &ids[..SEQUENCE]).copied().collect();
+        let targets: Vec<u32> = rows.flat_map(|ids| &ids[1..]).copied().collect();
+        let expected: Vec<f64> = serde_json::from_value(self.record["losses"].clone()).unwrap();
+        let found = expected.iter().map(|_| f64::from(trainer.step(&tokens, &targets).unwrap().loss));
+        found.zip(&expected).map(|(found, expected)| (found - expected).abs()).fold(0.0, f64::max)
+    }
+
+    /// Returns the greedy continuation of the prompt.
+    fn generate(&self, folder: &Folder) -> Result<Vec<u32>, HfError> {
+        let (prompt, count) = (self.u32s("prompt"), self.u32s("tokens").len());
+        let window = prompt.len() + count;
+        let generation = Some(Generation { batch: 1, window: Some(window), chunk: 128 });
+        let options = TrainOptions {
+            step: StepOptions { batch: 1, sequence: window, generation, ..StepOptions::default() },
+            device: DeviceChoice::Cpu,
+            threads: 2,
+            ..TrainOptions::default()
+        };
+        let mut model = Trainer::builder(|vb| folder.model(vb), options).for_inference().build()?;
+        folder.load(&mut model)?;
+        let options = GenerateOptions::greedy(count);
+        Ok(model.generate(&[&prompt[..]], &options, |_| ControlFlow::Continue(()))?.remove(0))
+    }
+}
+
+/// Compares each family with its record, and panics with all differences.
+fn compare(differences: impl Fn(&Family, &Path) -> Result<Option<String>, HfError>) {
+    let mut wrong = Vec::new();
+    for family in Family::all() {
+        let folder = tempfile::tempdir().unwrap();
+        family.write(folder.path());
+        let found = differences(&family, folder.path()).unwrap_or_else(|error| Some(error.to_string()));
+        wrong.extend(found.map(|found| format!("{}: {found}", family.name)));
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+#[test]
+fn each_family_has_the_losses_of_transformers() {
+    compare(|family, path| {
+        let folder = Folder::open(path)?;
+        let mut trainer = Trainer::new(|vb| folder.model(vb), options(SEQUENCE))?;
+        folder.load(&mut trainer)?;
+        let off = family.train(&mut trainer, folder.config().vocabulary() as u64);
+        println!("{:<24} losses {off:.1e}", family.name);
+        Ok((off > LOSS).then(|| format!("losses differ by {off:e}")))
+    });
+}
+
+#[test]
+fn each_family_continues_a_text_like_transformers() {
+    compare(|family, path| {
+        let (found, expected) = (family.generate(&Folder::open(path)?)?, family.u32s("tokens"));
+        Ok((found != expected).then(|| format!("greedy tokens {found:?}, not {expected:?}")))
+    });
+}
+
+/// Experts, whose tensors have names and layouts of their own, are saved as they were read.
+#[test]
+fn experts_keep_their_bits() {
+    compare(|family, path| {
+        if !family.record["config"].to_string().contains("experts_per_tok") {
+            return Ok(None);
+        }
+        let folder = Folder::open(path)?;
+        let mut trainer = Trainer::new(|vb| folder.model(vb), options(4))?;
+        folder.load(&mut trainer)?;
+        let saved = path.join("saved");
+        folder.save(&trainer, &saved, None)?;
+        let weights = |folder: &Path| candle_core::safetensors::load(folder.join("model.safetensors"), &Device::Cpu);
+        let (before, after) = (weights(path)?, weights(&saved)?);
+        let same = |(name, tensor): (&String, &Tensor)| {
+            after.get(name).is_some_and(|saved| crate::saving::bits(saved) == crate::saving::bits(tensor))
+        };
+        Ok((before.len() != after.len() || !before.iter().all(same)).then(|| "tensors have changed".to_owned()))
+    });
+}
+
+/// The number of parameters that is computed from the configuration is that of the model, without fixed biases.
+#[test]
+fn parameters_of_each_family_are_counted() {
+    use gapless::models::hf::Architecture;
+    let families = Family::all();
+    assert!(families.len() > 20);
+    for family in families {
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::write(folder.path().join("config.json"), family.record["config"].to_string()).unwrap();
+        let Ok(config) = Config::read(folder.path()) else { panic!("{} is refused", family.name) };
+        let counted = match config.architecture() {
+            Architecture::Gpt(config) => config.parameters(),
+            Architecture::Llama(config) => config.parameters(),
+            Architecture::Moe(config) => config.parameters(),
+        };
+        let trained = config.parameters().filter(|(name, _)| !name.ends_with("e_score_correction_bias"));
+        let declared: usize = trained.map(|(_, shape)| shape.iter().product::<usize>()).sum();
+        assert_eq!(counted, declared as u64, "{}", family.name);
+    }
+}
+
+/// Families with parts that the decoder does not have are refused with the part.
+#[test]
+fn families_that_cannot_be_read_are_refused_with_the_reason() {
+    for (family, reason) in
+        [("qwen3_next", "linear attention"), ("gemma3n_text", "per-layer embeddings"), ("mamba2", "state-space layers")]
+    {
+        let error = read(&with(family, &serde_json::json!({}))).unwrap_err();
+        assert!(error.contains(family) && error.contains(reason), "{error}");
+    }
+}
