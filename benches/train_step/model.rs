@@ -19,7 +19,6 @@ pub enum Kind {
 
 /// A model with its sizes.
 #[derive(Debug, Clone)]
-#[expect(clippy::large_enum_variant, reason = "there is one of it")]
 pub enum Model {
     Gpt(GptConfig),
     Llama(LlamaConfig),

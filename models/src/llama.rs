@@ -71,7 +71,7 @@ pub struct LlamaConfig {
     pub logit_cap: Option<f64>,
     /// The traits that only some families have.
     #[serde(skip_serializing_if = "Traits::is_default")]
-    pub traits: Traits,
+    pub traits: Box<Traits>,
 }
 
 /// The activation function of a feed-forward layer, which is that of its gate if it has one.
@@ -156,7 +156,7 @@ impl Default for LlamaConfig {
             query_scale: None,
             attention_cap: None,
             logit_cap: None,
-            traits: Traits::default(),
+            traits: Box::default(),
         }
     }
 }

@@ -153,7 +153,7 @@ impl Family {
             qk_norm: self.qk_norm,
             norms: self.norms,
             tied: fields.flag("tie_word_embeddings", self.tied),
-            traits: Traits {
+            traits: Box::new(Traits {
                 norm: self.norm,
                 fused_qkv: self.fused_qkv,
                 fused_gate_up: self.fused_gate_up,
@@ -161,7 +161,7 @@ impl Family {
                 neighbours: self.neighbours,
                 names: names.collect(),
                 ..Traits::default()
-            },
+            }),
             ..LlamaConfig::default()
         };
         config.padding = padding(fields, self.padding, config.vocabulary);

@@ -252,7 +252,7 @@ impl Data {
             *sequence = (*sequence).min(usize::try_from(tokens - 1).unwrap_or(usize::MAX));
         }
         // A part of a window needs padding, which a model of separate documents leaves out of the loss.
-        let is_padded = !self.has_answers && (tokens - 1) % *sequence as u64 > 0;
+        let is_padded = !self.has_answers && !(tokens - 1).is_multiple_of(*sequence as u64);
         let documents = self.has_answers || self.isolates || is_padded;
         let windows = match documents {
             true => self.dataset.padded_validation(*sequence, self.isolates)?,

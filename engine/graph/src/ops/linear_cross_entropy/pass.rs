@@ -57,10 +57,10 @@ impl Chunks {
     ) {
         let (rows, elements) = (range.len(), range.start * self.width..range.end * self.width);
         let none = Epilogue::default;
-        if let Some(mut d_weight) = backward.d_weight.take() {
+        if let Some(d_weight) = backward.d_weight.take() {
             let mode = if backward.accumulate { Mode::Accumulate } else { Mode::Overwrite };
             let x = inputs.rows(Some(backward), elements.clone());
-            self.d_weight(rows).run(d_logits, x, &mut d_weight, mode, none(), scratch).expect(FITS);
+            self.d_weight(rows).run(d_logits, x, d_weight, mode, none(), scratch).expect(FITS);
             backward.d_weight = Some(d_weight);
         }
         // dx is computed last, because it may overwrite x.
