@@ -60,7 +60,7 @@ pub struct Group {
     pub members: Vec<BufferId>,
     /// Bytes from the group's offset to the offset of each member.
     pub distances: Vec<u64>,
-    /// How the distances are determined.
+    /// The rule that determines the distances.
     pub arrangement: Arrangement,
     /// Ticks from the first birth to the last death among the members.
     pub lifetime: Lifetime,

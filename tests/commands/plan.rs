@@ -377,7 +377,7 @@ fn a_device_or_a_budget_is_a_question() {
         ("--batch 4 --profile h200 --pipeline-ranks 2", 0, "; NCCL 384 MiB (reported for H100s", ""),
         ("--batch 4 --budget 1GiB", 0, " of the 1 GiB of the budget", ""),
         ("--batch 4 --device cpu --profile h100", 0, "fits: yes, ", "--device cuda plans with those of h100"),
-        ("--batch 64 --profile card.toml", 3, "fits: no: the step needs ", "what helps: adapters (trainable.lora)"),
+        ("--batch 64 --profile card.toml", 3, "fits: no: the step needs ", "what helps: bf16 without f32 masters"),
         ("--batch 64 --profile card.toml --device cpu", 3, "fits: no: the ", "what helps: bf16 without f32 masters"),
         ("--batch 64 --profile card.toml", 3, "more than the 300 MiB of mine", "recomputation it "),
         ("--batch 4 --pipeline-ranks 2 --budget 1MiB", 3, "fits: no: rank ", "what helps: "),
@@ -531,10 +531,14 @@ fn offloading_takes_time() {
     let ms = |json: &serde_json::Value, key: &str| json[key].as_f64().unwrap();
     assert_eq!(ms(&plain, "offload_ms"), 0.0);
     assert!((ms(&offloaded, "step_ms") - ms(&plain, "step_ms") - ms(&offloaded, "offload_ms")).abs() < 1e-3);
-    // Every activation is written once and read once, over PCIe 5.0 with 16 lanes and to a disk with 4 lanes of PCIe 4.0.
+    // Every activation is written once and read once, over PCIe 5.0 with 16 lanes and, with a folder, to a disk with 4 lanes
+    // of PCIe 4.0. A part of that time is hidden behind computation.
     let bytes = 2.0 * offloaded["host_bytes"].as_f64().unwrap();
-    let expected = 1e3 * bytes * (1.0 / (0.8 * 64e9) + 1.0 / (0.8 * 8e9));
-    assert!((ms(&offloaded, "offload_ms") / expected - 1.0).abs() < 1e-3, "{offloaded} {expected}");
+    let (link, disk) = (1e3 * bytes / (0.8 * 64e9), 1e3 * bytes / (0.8 * 8e9));
+    let in_file = ms(&planned(" --offload gelu --set memory.offload_to=\"a\""), "offload_ms");
+    let in_memory = ms(&offloaded, "offload_ms");
+    assert!(0.0 < in_memory && in_memory < link, "{in_memory} {link}");
+    assert!(disk - link < in_file && in_file < link + disk, "{in_file} {link} {disk}");
     // The share is that of the rank's time, and that of recomputation is relative to the other time.
     let (_, out, _) = ask("--batch 8 --planning 100000 --offload gelu");
     let share = 100.0 * ms(&offloaded, "offload_ms") / ms(&offloaded, "rank_ms");

@@ -8,7 +8,7 @@ use std::process::Command;
 use gapless_testing::{few, not_checked};
 use serde_json::Value;
 
-/// What the tests run.
+/// The programs and folders that the tests need.
 struct Torch {
     /// The folder of `loops.py`.
     loops: PathBuf,

@@ -80,11 +80,11 @@ pub(super) enum Bias {
 #[derive(Clone, Copy)]
 pub(super) enum Unrotated {
     Never,
-    /// Those that are 0 in `no_rope_layers`, or every `no_rope_layer_interval`th.
+    /// Layers that are 0 in `no_rope_layers`, or every `no_rope_layer_interval`th layer.
     Listed,
-    /// Those with full attention.
+    /// Layers with full attention.
     Full,
-    /// Those with full attention, unless `sliding_window` is null.
+    /// Layers with full attention, unless `sliding_window` is null.
     FullUnlessNull,
 }
 

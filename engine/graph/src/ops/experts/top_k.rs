@@ -201,7 +201,11 @@ impl Op for TopK {
             let groups = self.groups.unwrap_or(ExpertGroups { count: 1, limit: 1 });
             let size = experts / groups.count;
             let worth = |g: usize| {
-                sorted((g * size..(g + 1) * size).collect(), &|i| biased[i]).iter().take(2).map(|&i| biased[i]).sum()
+                sorted((g * size..(g + 1) * size).collect(), &|i| biased[i])
+                    .iter()
+                    .take(if self.by_best { 1 } else { 2 })
+                    .map(|&i| biased[i])
+                    .sum()
             };
             let chosen = sorted((0..groups.count).collect(), &worth)[..groups.limit].to_vec();
             let mut allowed: Vec<usize> = chosen.iter().flat_map(|g| g * size..(g + 1) * size).collect();
