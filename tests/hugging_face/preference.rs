@@ -114,8 +114,10 @@ fn what_trl_computes() {
             }
         }
         println!("{name:<9} 20 steps: loss {:.1e} rewards {:.1e} norm {:.1e}", worst[0], worst[1], worst[2]);
-        // Sums of some 50 in f32 are exact up to 4e-6, in TRL too.
-        assert!(worst.iter().all(|&off| off <= 1e-5), "{name}: {worst:?}");
+        // Log-likelihoods of some 50 are exact up to 4e-6 in f32. IPO squares the differences, and its gradients of norm
+        // 110 are clipped to 1: its measured error is up to 1.1e-4.
+        let limit = if loss == PairLoss::Dpo { 1e-5 } else { 3e-4 };
+        assert!(worst.iter().all(|&off| off <= limit), "{name}: {worst:?}");
     }
 }
 
@@ -167,10 +169,10 @@ fn a_step_has_the_loss_of_its_answers() {
                 if has_reference != (loss == PairLoss::Dpo) {
                     continue;
                 }
-                let base = Folder::open(root().join("lora/llama_qv/base")).unwrap();
                 let mut settings = settings(preference, Trainable::All);
                 (settings.step.mesh, settings.step.micro_batches) = (mesh, 2);
                 let norms = communicator::on_threads(mesh.ranks().unwrap(), |world| {
+                    let base = Folder::open(root().join("lora/llama_qv/base")).unwrap();
                     let mut trainer =
                         Trainer::builder(|vb| base.model(vb), settings.clone()).distributed(world).build()?;
                     base.load(&mut trainer).unwrap();

@@ -69,9 +69,10 @@ impl ValidationWindows {
                 None => break (cut, *count),
             }
         };
-        let group = cut.group() as usize;
-        let (groups, of_groups) = ((cut.all() / group as u64) as u128, (count / group) as u128);
-        let window = group as u64 * ((index / group) as u128 * groups / of_groups) as u64 + (index % group) as u64;
+        let group = cut.group();
+        let (index, count) = (index as u64, count as u64);
+        let at = u128::from(index / group) * u128::from(cut.all() / group) / u128::from(count / group);
+        let window = group * at as u64 + index % group;
         (cut, cut.nth(window))
     }
 
