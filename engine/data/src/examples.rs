@@ -458,9 +458,9 @@ mod tests {
     fn pairs_of_conversations_are_rendered_by_the_template() {
         let folder = tempfile::tempdir().unwrap();
         let tokenizer = folder.path().join("tokenizer.json");
-        Vocabulary::train(["2+2? 4 5 user assistant"].into_iter(), 256).unwrap().save(&tokenizer).unwrap();
-        let template = "{% for m in messages %}{{ m.role[0] + m.content }}{% endfor %}\
-                        {% if add_generation_prompt %}a{% endif %}";
+        Vocabulary::train(["2+2? 4 5 user assistant"].into_iter(), 260).unwrap().save(&tokenizer).unwrap();
+        let template = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}\
+                        {% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}";
         fs::write(folder.path().join("chat_template.jinja"), template).unwrap();
         let options = DataOptions {
             vocabulary: VocabularyChoice::File(tokenizer),
@@ -472,8 +472,8 @@ mod tests {
         let window = |format, lines: &str, index: usize| {
             let file = folder.path().join("lines.jsonl");
             fs::write(&file, lines).unwrap();
-            let windows = Dataset::examples(&file, format, &options).unwrap().training(12, 1, 0).unwrap().all();
-            let (mut tokens, mut targets) = ([0; 12], [0; 12]);
+            let windows = Dataset::examples(&file, format, &options).unwrap().training(48, 1, 0).unwrap().all();
+            let (mut tokens, mut targets) = ([0; 48], [0; 48]);
             windows.fill(index, &mut tokens, &mut targets).unwrap();
             (tokens, targets)
         };
