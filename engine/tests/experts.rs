@@ -90,7 +90,9 @@ fn the_weighted_unit() {
 #[test]
 fn the_best_experts() {
     let groups = |count, limit| Some(ExpertGroups { count, limit });
-    for (k, groups) in [(1, None), (3, None), (8, None), (3, groups(4, 2)), (2, groups(8, 5)), (2, groups(1, 1))] {
+    for (k, groups) in
+        [(1, None), (3, None), (8, None), (3, groups(4, 2)), (2, groups(4, 2)), (2, groups(8, 5)), (2, groups(1, 1))]
+    {
         check(&[&[2, 5, 8]], &[], |x, _| {
             let [values, _] = Tensor::apply_op(TopK { k, groups, by_best: k == 2 }, &[&x[0]])?;
             values.sqr()

@@ -4,6 +4,7 @@ use std::fmt;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use gapless_engine::nn::Rewards;
 use gapless_engine::{StepReport, Times, Trainer};
 use serde::Serialize;
 
@@ -29,6 +30,10 @@ pub enum Event {
         /// Mean −log p over the targets of the validation windows, without the other terms of a training loss. `None`
         /// if no target counts.
         val_loss: Option<f32>,
+        /// Mean rewards of the pairs of the validation windows; `None` if the run does not train on preferences. The loss
+        /// is then the mean loss of these pairs.
+        #[serde(skip_serializing_if = "Option::is_none")]
+        val_rewards: Option<Rewards>,
         /// Duration of this evaluation.
         seconds: Seconds,
     },
@@ -97,14 +102,16 @@ impl fmt::Display for Event {
             Self::Step { report, tokens_per_second, .. } => {
                 let StepReport { step, loss, gradient_norm, lr, skipped, .. } = report;
                 let parts = report.loss_parts.map_or(String::new(), |parts| format!(" ({parts})"));
+                let rewards = report.rewards.map_or(String::new(), |rewards| format!(" {rewards}"));
                 let left_out = if *skipped { " skipped" } else { "" };
                 write!(
                     f,
-                    "step {step:>5} loss {loss:.3}{parts} norm {gradient_norm:.2} lr {lr:.1e} {tokens_per_second:.0} tokens/s{left_out}"
+                    "step {step:>5} loss {loss:.3}{parts}{rewards} norm {gradient_norm:.2} lr {lr:.1e} {tokens_per_second:.0} tokens/s{left_out}"
                 )
             }
-            Self::Evaluation { step, val_loss: Some(loss), .. } => {
-                write!(f, "step {step:>5} validation loss {loss:.4}")
+            Self::Evaluation { step, val_loss: Some(loss), val_rewards, .. } => {
+                let rewards = val_rewards.map_or(String::new(), |rewards| format!(" {rewards}"));
+                write!(f, "step {step:>5} validation loss {loss:.4}{rewards}")
             }
             Self::Evaluation { step, val_loss: None, .. } => {
                 write!(f, "step {step:>5} validation loss not measured: all targets are ignored")

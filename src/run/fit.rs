@@ -7,12 +7,12 @@ use std::time::{Duration, Instant};
 
 use gapless_engine::checkpoint::Checkpoint;
 use gapless_engine::data::{DataError, Dataset, TrainingWindows, ValidationWindows, Vocabulary};
-use gapless_engine::{Batch, GenerateOptions, Trainer};
+use gapless_engine::{Batch, GenerateOptions, TrainError, Trainer};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use super::guard::Recent;
-use super::{Event, GuardConfig, RunError, RunFolder, Seconds, Stop, validation_loss};
+use super::{Event, GuardConfig, References, RunError, RunFolder, Seconds, Stop, validation_loss, validation_rewards};
 
 /// The result of a callback of [`TrainingLoop::run`]: whether to continue, or an error that ends the run.
 pub type CallbackResult = Result<ControlFlow<()>, Box<dyn Error + Send + Sync>>;
@@ -49,6 +49,7 @@ pub struct TrainingLoop<'a> {
     best: Option<Best>,
     guard: Option<GuardConfig>,
     recent: Recent,
+    references: Option<&'a References>,
 }
 
 /// The lowest validation loss so far.
@@ -91,8 +92,21 @@ impl<'a> TrainingLoop<'a> {
     /// Creates a loop that trains until the trainer has done `steps` steps. Steps from before a resume count.
     pub fn new(training: &'a TrainingWindows, steps: u64) -> Self {
         let (evaluation, checkpoints, saves_after, stop) = (None, None, None, None);
-        let (limit, patience, best, guard, recent) = (None, None, None, None, Recent::default());
-        Self { training, steps, evaluation, checkpoints, saves_after, stop, limit, patience, best, guard, recent }
+        let (limit, patience, best, guard, recent, references) = (None, None, None, None, Recent::default(), None);
+        Self {
+            training,
+            steps,
+            evaluation,
+            checkpoints,
+            saves_after,
+            stop,
+            limit,
+            patience,
+            best,
+            guard,
+            recent,
+            references,
+        }
     }
 
     /// Measures the validation loss on these windows every `every` steps and after the last step. If `every` is 0,
@@ -137,6 +151,12 @@ impl<'a> TrainingLoop<'a> {
         Self { guard: Some(guard), ..self }
     }
 
+    /// Sets the log-likelihoods of the answers under the reference model, for training on preferences. They must be
+    /// those of the loop's training and validation windows.
+    pub fn references(self, references: &'a References) -> Self {
+        Self { references: Some(references), ..self }
+    }
+
     /// Ends the loop with a checkpoint when a signal arrives.
     pub fn stop(self, stop: &'a Stop) -> Self {
         Self { stop: Some(stop), ..self }
@@ -156,6 +176,13 @@ impl<'a> TrainingLoop<'a> {
         mut on: impl FnMut(Event, &mut Trainer) -> CallbackResult,
     ) -> Result<TrainingOutcome, RunError> {
         trainer.expect_causal()?;
+        let preference = trainer.options().step.preference;
+        let needs_reference = preference.is_some_and(|preference| preference.needs_reference());
+        if needs_reference && self.references.is_none() {
+            let remedy = "measure it before the first step (References::measure), and call TrainingLoop::references";
+            return Err(TrainError::config("preference.reference", "there is no reference", remedy).into());
+        }
+        let mut reference = vec![0.0; if needs_reference { self.training.batch() } else { 0 }];
         let size = self.training.batch() * self.training.sequence();
         let (mut tokens, mut targets, mut starts) = buffers(trainer, size);
         let (first, begun, mut busy) = (trainer.steps(), Instant::now(), Duration::ZERO);
@@ -176,8 +203,12 @@ impl<'a> TrainingLoop<'a> {
                 &mut targets,
                 &mut starts,
             )?;
+            if let Some(references) = self.references {
+                references.fill(self.training, trainer.steps() + recent.data_offset, &mut reference);
+            }
             let data = step_begun.elapsed();
-            let report = trainer.step_batch(&Batch { tokens: &tokens, targets: &targets, starts: &starts })?;
+            let batch = Batch { tokens: &tokens, targets: &targets, starts: &starts };
+            let report = trainer.step_pairs(&batch, &reference)?;
             let both = step_begun.elapsed();
             busy += both;
             let count = trainer.steps();
@@ -199,12 +230,20 @@ impl<'a> TrainingLoop<'a> {
                 self.evaluation.filter(|(_, every)| is_due(count, *every) || count == self.steps)
             {
                 let evaluation_begun = Instant::now();
-                val_loss = validation_loss(trainer, windows)?;
+                let val_rewards;
+                (val_loss, val_rewards) = match &preference {
+                    None => (validation_loss(trainer, windows)?, None),
+                    Some(preference) => {
+                        let (loss, rewards) = validation_rewards(trainer, windows, preference, self.references)?;
+                        (Some(loss), Some(rewards))
+                    }
+                };
                 let evaluation = Some(evaluation_begun.elapsed().as_secs_f32());
                 let seconds = Seconds { evaluation, ..Seconds::default() };
                 fitted.val_loss = val_loss;
                 best = Best::with(best, val_loss);
-                breaks |= on(Event::Evaluation { step: report.step, val_loss, seconds }, trainer)?.is_break();
+                breaks |=
+                    on(Event::Evaluation { step: report.step, val_loss, val_rewards, seconds }, trainer)?.is_break();
             }
             if let Some((folder, every, run)) = &self.checkpoints
                 && (is_due(count, *every) || self.is_save_due(trainer, saved)?)

@@ -8,6 +8,7 @@ use std::sync::OnceLock;
 use gapless_engine::checkpoint::{Checkpoint, CheckpointError, FolderLock, Listed};
 use gapless_engine::{TrainError, Trainer};
 
+use super::references::REFERENCE;
 use super::{Console, RunError};
 
 /// Default number of checkpoints that are kept.
@@ -24,8 +25,17 @@ pub(super) const PRETRAINED: &str = "pretrained";
 
 /// Files and folders that a run writes. If a folder contains one of them, but not the lock file of a run, the files are
 /// not from a run.
-const WRITTEN: [&str; 8] =
-    [CHECKPOINTS, PRETRAINED, "metrics.jsonl", "log.txt", "samples.txt", "summary.json", "memory.html", "plan.csv"];
+const WRITTEN: [&str; 9] = [
+    CHECKPOINTS,
+    PRETRAINED,
+    REFERENCE,
+    "metrics.jsonl",
+    "log.txt",
+    "samples.txt",
+    "summary.json",
+    "memory.html",
+    "plan.csv",
+];
 
 /// Files that are copied, not moved, into the folder of an earlier run. They are needed to read the checkpoints there.
 const COPIED: [&str; 2] = ["run.toml", "tokenizer.json"];

@@ -106,6 +106,7 @@ mod tests {
             step: 0,
             loss,
             loss_parts: None,
+            rewards: None,
             gradient_norm,
             lr: 0.0,
             skipped,

@@ -72,9 +72,7 @@ impl EvaluationBatch {
             return Ok(WindowLoss::default());
         }
         if trainer.options().step.documents {
-            self.tokens[size..].fill(0);
-            self.targets[size..].fill(IGNORED);
-            self.starts[size..].fill(0);
+            self.pad(size);
         } else {
             self.repeat(windows, sequence);
         }
@@ -86,6 +84,13 @@ impl EvaluationBatch {
         self.repeat(1, sequence);
         let sum = (mean * batch as f64 - self.evaluate(trainer)? * rest as f64) / times as f64;
         Ok(WindowLoss { sum: sum * sequence as f64, counted })
+    }
+
+    /// Fills the batch with padding, from token `size` on.
+    pub(super) fn pad(&mut self, size: usize) {
+        self.tokens[size..].fill(0);
+        self.targets[size..].fill(IGNORED);
+        self.starts[size..].fill(0);
     }
 
     fn evaluate(&self, trainer: &mut Trainer) -> Result<f64, TrainError> {

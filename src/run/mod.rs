@@ -38,6 +38,7 @@ mod guard;
 mod measure;
 mod plan;
 mod preflight;
+mod references;
 mod report;
 mod routing;
 mod saved;
@@ -60,6 +61,7 @@ pub use fit::{CallbackResult, Ended, TrainingLoop, TrainingOutcome, sample, vali
 pub use folder::RunFolder;
 pub use guard::GuardConfig;
 pub use measure::{EvaluationBatch, WindowLoss, validation_loss};
+pub use references::{References, validation_rewards};
 pub use report::{Report, ReportError, ReportServer, RunRecord};
 use saved::say_changes;
 pub use saved::{dataset, expect_same, with_saved};

@@ -22,6 +22,7 @@ use super::config::text_of;
 use super::fit::most_windows;
 use super::folder::{PRETRAINED, free_name, newest_earlier, write};
 use super::preflight::preflight;
+use super::references::{REFERENCE, References};
 use super::routing::StepRow;
 use super::{
     ConfigError, Console, Ended, Event, ModelConfig, RunConfig, RunError, RunFolder, SampleConfig, Stop, Summary,
@@ -97,6 +98,7 @@ pub struct Progress {
 /// pretrained/     the files that the run was given, apart from weights: settings of the model folder, tokenizer, chat template
 /// memory.html     the memory map of the planned step
 /// plan.csv        the same plan as a table of tensors, lifetimes and offsets, which `gapless compare` can read
+/// reference.json  for preferences: the log-likelihoods of the answers under the model with which the run started
 /// metrics.jsonl   one row per step and per evaluation
 /// log.txt         messages and warnings
 /// samples.txt     the text that was sampled at each evaluation
@@ -282,6 +284,7 @@ impl<'a> Rank<'a> {
                 fs::remove_file(&summary).map_err(cannot)?;
             }
         }
+        run.measure_reference(resumed.is_some(), is_first)?;
         let stop = Stop::on_signals_answered_by(is_first.then(|| run.console.errors()))
             .map_err(|source| RunError::Io { what: "cannot listen to signals".into(), source })?;
         let fitted = run.fit(&folder, resumed, saved, &stop, show)?;
@@ -319,6 +322,10 @@ struct RunInProgress<'a> {
     dataset: Dataset,
     training: TrainingWindows,
     validation: Option<ValidationWindows>,
+    /// Identifies the data of the validation windows.
+    validation_data: String,
+    /// The log-likelihoods of answers under the reference model; `None` if the loss has no reference.
+    references: Option<References>,
     trainer: Trainer,
 }
 
@@ -343,7 +350,35 @@ impl<'a> RunInProgress<'a> {
             dataset.vocabulary().encode(&config.sample.prompt)?;
         }
         let trainer = trainer(world, config, dataset.vocabulary().size(), is_new)?;
-        Ok(Self { config, out, console, dataset, training, validation, trainer })
+        let validation_data = {
+            let hash = held_out.as_ref().unwrap_or(&dataset).hash();
+            format!("{hash} {}", validation.as_ref().map_or(0, ValidationWindows::count))
+        };
+        let references = None;
+        Ok(Self { config, out, console, dataset, training, validation, validation_data, references, trainer })
+    }
+
+    /// Measures the log-likelihoods of all answers with the weights with which the run starts, if the loss needs them.
+    /// A resumed run reads those that it has measured at its start.
+    fn measure_reference(&mut self, is_resumed: bool, is_first: bool) -> Result<(), RunError> {
+        let Self { out, console, training, validation, validation_data, references, trainer, .. } = self;
+        let preference = trainer.options().step.preference;
+        if !preference.is_some_and(|preference| preference.needs_reference()) {
+            return Ok(());
+        }
+        if is_resumed {
+            *references = Some(References::open(out, validation_data)?);
+            return Ok(());
+        }
+        let mut measured = References::measure(trainer, training, validation.as_ref())?;
+        if is_first {
+            measured.save(out, validation_data)?;
+            let (training, validation) = measured.count();
+            let answers = training + validation;
+            console.say(format_args!("the reference model's log-likelihoods of {answers} answers are in {REFERENCE}"));
+        }
+        *references = Some(measured);
+        Ok(())
     }
 
     /// Trains until the last step or a signal.
@@ -355,7 +390,7 @@ impl<'a> RunInProgress<'a> {
         stop: &Stop,
         mut show: impl FnMut(Progress),
     ) -> Result<TrainingOutcome, RunError> {
-        let Self { config, out, console, dataset, training, validation, trainer } = self;
+        let Self { config, out, console, dataset, training, validation, references, trainer, .. } = self;
         let steps = config.steps;
         let step_tokens = (config.step.batch * config.step.sequence) as f64;
         let mut fit = TrainingLoop::new(training, steps)
@@ -371,6 +406,7 @@ impl<'a> RunInProgress<'a> {
         if config.guard.is_on() {
             fit = fit.guard(config.guard);
         }
+        fit = references.iter().fold(fit, TrainingLoop::references);
         fit = resumed.into_iter().fold(fit, TrainingLoop::continue_from);
         fit.run(trainer, |event, trainer| {
             match &event {

@@ -61,6 +61,10 @@ impl Place {
         for name in ["conversations.jsonl", "held-out.jsonl"] {
             place.write(name, &format!("{line}\n").repeat(40));
         }
+        let answer = |text: &str| format!("[{}]", message("assistant", text));
+        let (prompt, chosen, rejected) = (message("user", "2 + 2?"), answer("4"), answer("5"));
+        let line = format!(r#"{{"prompt": [{prompt}], "chosen": {chosen}, "rejected": {rejected}}}"#);
+        place.write("preferences.jsonl", &format!("{line}\n").repeat(40));
         place.write("FILE.csv", "id,lower,upper,size\na,0,4,1024\nb,0,2,512\nc,2,4,512\n");
         place.write(
             "specs/llama-7b.toml",

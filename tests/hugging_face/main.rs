@@ -13,6 +13,7 @@ mod lora;
 mod new_folder;
 mod numbers;
 mod options;
+mod preference;
 mod published;
 mod saving;
 mod tokenizers;

@@ -47,6 +47,52 @@ fn answers_and_isolated_documents_are_learned() {
     }
 }
 
+/// A run on preferences learns which answer is better, reports rewards, and continues with the reference of its start.
+#[test]
+fn pairs_of_answers_are_learned() {
+    let place = Place::new();
+    let pair = |index: usize| {
+        let word = ["to", "be", "or", "not"][index % 4];
+        format!("{{\"prompt\": \"{word}{}?\", \"chosen\": \" yes\", \"rejected\": \" no\"}}\n", index % 7)
+    };
+    std::fs::write(place.path().join("lines.jsonl"), (0..32).map(pair).collect::<String>()).unwrap();
+    let file = place.file(&TINY.replacen("text.txt\"", "lines.jsonl\"\nformat = \"preference\"", 1));
+    let go = |steps: u64, out: &str, start: Start, more: &[&str]| {
+        let fixed = ["learning_rate.peak=1e-2", "learning_rate.shape=\"constant\"", "learning_rate.warmup_steps=0"];
+        let settings: Vec<String> = fixed.iter().chain(more).map(|&text| text.to_owned()).collect();
+        let config = RunConfig { steps, ..RunConfig::read(&file, &settings).unwrap() };
+        train(&config, &place.path().join(out), &start, &mut Console::default(), |_| {})
+    };
+    go(20, "whole", Start::Anew, &[]).unwrap();
+    let rows = crate::rows(&place.path().join("whole/metrics.jsonl"));
+    let of = |key: &str| rows.iter().filter(|row| row.get(key).is_some()).cloned().collect::<Vec<_>>();
+    let (steps, evaluations) = (of("rewards"), of("val_rewards"));
+    assert_eq!((steps.len(), evaluations.len()), (20, 10));
+    assert_eq!(steps[0]["rewards"]["chosen"], 0.0);
+    assert!((steps[0]["loss"].as_f64().unwrap() - std::f64::consts::LN_2).abs() < 1e-6, "{}", steps[0]);
+    let last = evaluations.last().unwrap();
+    assert!(last["val_loss"].as_f64().unwrap() < 0.5 && last["val_rewards"]["accuracy"] == 1.0, "{last}");
+    // Interrupted, and resumed with the reference of the start.
+    go(10, "cut", Start::Anew, &[]).unwrap();
+    go(20, "cut", Start::Resume, &[]).unwrap();
+    let losses = |name: &str| losses(&place.path().join(name).join("metrics.jsonl"));
+    assert_eq!(losses("cut"), losses("whole"));
+    let error = go(22, "cut", Start::Resume, &["evaluation.windows=2"]).unwrap_err().to_string();
+    assert!(error.contains("evaluation.windows as"), "{error}");
+    // Without a reference, nothing is measured.
+    go(1, "orpo", Start::Anew, &["preference.loss=\"orpo\""]).unwrap();
+    assert!(place.path().join("whole/reference.json").exists() && !place.path().join("orpo/reference.json").exists());
+    let settings = |more: &[&str]| more.iter().map(|&text| text.to_owned()).collect::<Vec<String>>();
+    for (more, expected) in [
+        (settings(&["data.format=\"prompt\"", "preference.beta=0.2"]), "set data.format to \"preference\""),
+        (settings(&["step.micro_batches=4"]), "2 × step.micro_batches"),
+        (settings(&["preference.beta=-1"]), "preference.beta"),
+    ] {
+        let error = RunConfig::read(&file, &more).unwrap_err().to_string();
+        assert!(error.contains(expected), "{error}");
+    }
+}
+
 /// Each source of a mixture gets the share of windows that its weight states. All sources share one vocabulary, which
 /// is trained on all of them. A resumed run continues with the same windows.
 #[test]
@@ -249,7 +295,7 @@ fn held_out_examples_are_measured_by_their_answers() {
     let output = place.gapless(&["eval", "prompt", "text.held.txt", "--device", "cpu"]);
     assert!(String::from_utf8_lossy(&output.stdout).starts_with("perplexity"), "{output:?}");
     let wrong = error(&["eval", "text", "text.held.txt", "--format", "poem"]);
-    assert!(wrong.contains("text, prompt or chat"), "{wrong}");
+    assert!(wrong.contains("text, prompt, chat or preference"), "{wrong}");
 }
 
 /// Data for validation of their own are counted in place of a part of the training data, and must fill a window.

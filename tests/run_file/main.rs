@@ -219,9 +219,10 @@ fn rows_of_a_mixture_say_where_tokens_go() {
 #[test]
 fn printed_files_are_runs() {
     let place = Place::new();
-    for name in ["tiny", "small-gpt", "llama", "moe", "budget", "pipeline", "lora", "sft"] {
+    for name in ["tiny", "small-gpt", "llama", "moe", "budget", "pipeline", "lora", "sft", "dpo"] {
         let text = String::from_utf8(place.gapless(&["init", name]).stdout).unwrap();
         let text = text.replace("path = \"text\"", "path = \"DIR/text.txt\"").replace("conversations", "DIR/lines");
+        let text = text.replace("preferences.jsonl", "DIR/lines.jsonl");
         let config = RunConfig::read(&place.file(&text), &[]).unwrap();
         let _ = config.options();
     }

@@ -1,4 +1,4 @@
-//! Examples for training on answers: prompts with completions, and conversations.
+//! Examples for training on answers: prompts with completions, conversations, and pairs of answers.
 //!
 //! In: lines of JSON. Out: the tokens of each example, and which of them count in the loss. The tokens that count are
 //! those of answers, including the token that ends an answer. Never: a row with an example in which no token counts.
@@ -30,12 +30,21 @@ pub enum Format {
     /// `chat_template_kwargs`. The assistant messages that [`DataOptions::answers`](crate::DataOptions::answers)
     /// selects count in the loss.
     Chat,
+    /// The keys `prompt`, `chosen` and `rejected`: two answers to a prompt, of which the first is preferred. All are
+    /// strings or lists of messages. If `prompt` is missing, it is the common beginning of the two answers. Only the
+    /// answers count in the loss. Optional keys are those of `chat`. `[preference]` has the loss.
+    Preference,
 }
 
 impl Format {
     /// True if only a part of each text counts in the loss.
     pub fn has_answers(self) -> bool {
         self != Self::Text
+    }
+
+    /// Number of examples in a row, which stay together: 2 for a pair of answers, otherwise 1.
+    pub(crate) fn examples_per_row(self) -> usize {
+        if self == Self::Preference { 2 } else { 1 }
     }
 
     /// True if a file with this extension is read line by line or row by row, so that each line or row can be an
@@ -60,7 +69,8 @@ enum Content {
     Chat(Conversation),
 }
 
-/// Reads the lines of a .jsonl file, or the rows of a .parquet file.
+/// Reads the lines of a .jsonl file, or the rows of a .parquet file. A row with a pair of answers becomes two lines: the
+/// chosen answer and the rejected one.
 ///
 /// # Errors
 /// Returns an error if the file cannot be read, if a line is not an example, or if there are no lines. The error for a
@@ -69,12 +79,12 @@ pub(crate) fn read_lines(path: &Path, format: Format) -> Result<Vec<Line>, DataE
     check_text(path)?;
     let mut lines = Vec::new();
     each_line(path, |number, line| {
-        let content = content_of(line, format).map_err(|reason| DataError::Example {
+        let contents = contents_of(line, format).map_err(|reason| DataError::Example {
             path: path.to_owned(),
             line: number,
             reason,
         })?;
-        lines.push(Line { number, content });
+        lines.extend(contents.into_iter().map(|content| Line { number, content }));
         Ok(())
     })?;
     if lines.is_empty() {
@@ -83,7 +93,7 @@ pub(crate) fn read_lines(path: &Path, format: Format) -> Result<Vec<Line>, DataE
     Ok(lines)
 }
 
-fn content_of(line: &str, format: Format) -> Result<Content, String> {
+fn contents_of(line: &str, format: Format) -> Result<Vec<Content>, String> {
     #[derive(Deserialize)]
     struct Prompt {
         prompt: String,
@@ -94,13 +104,51 @@ fn content_of(line: &str, format: Format) -> Result<Content, String> {
     struct Kind {
         prompt: Option<Json>,
     }
+    if format == Format::Preference {
+        return pair_of(line).map(Vec::from);
+    }
     let is_list =
         || serde_json::from_str(line).is_ok_and(|Kind { prompt }| prompt.is_some_and(|prompt| prompt.is_array()));
     if format == Format::Chat || is_list() {
-        return Conversation::of_row(line).map(Content::Chat);
+        return Conversation::of_row(line).map(|conversation| vec![Content::Chat(conversation)]);
     }
     let Prompt { prompt, completion } = serde_json::from_str(line).map_err(|error| error.to_string())?;
-    Ok(Content::Prompt(format!("{prompt}{completion}"), prompt.len()))
+    Ok(vec![Content::Prompt(format!("{prompt}{completion}"), prompt.len())])
+}
+
+/// Parses a pair of answers: the chosen one and the rejected one.
+fn pair_of(line: &str) -> Result<[Content; 2], String> {
+    #[derive(Deserialize)]
+    struct Pair {
+        prompt: Option<Json>,
+        chosen: Json,
+        rejected: Json,
+    }
+    let Pair { prompt, chosen, rejected } = serde_json::from_str(line).map_err(|error| error.to_string())?;
+    match (&prompt, &chosen, &rejected) {
+        (Some(Json::String(prompt)), Json::String(chosen), Json::String(rejected)) => {
+            Ok([chosen, rejected].map(|answer| Content::Prompt(format!("{prompt}{answer}"), prompt.len())))
+        }
+        (None, Json::String(chosen), Json::String(rejected)) => {
+            let shared = chosen.char_indices().zip(rejected.chars()).take_while(|((_, a), b)| a == b);
+            let end = shared.last().map_or(0, |((at, last), _)| at + last.len_utf8());
+            // A space belongs to the word after it, as in TRL.
+            let start = if chosen[..end].ends_with(' ') { end - 1 } else { end };
+            Ok([chosen, rejected].map(|text| Content::Prompt(text.clone(), start)))
+        }
+        (Some(Json::Array(prompt)), Json::Array(_), Json::Array(_)) => Ok([
+            Content::Chat(Conversation::with_answer(line, &["prompt", "chosen"], prompt.len())?),
+            Content::Chat(Conversation::with_answer(line, &["prompt", "rejected"], prompt.len())?),
+        ]),
+        (None, Json::Array(chosen), Json::Array(rejected)) => {
+            let shared = chosen.iter().zip(rejected).take_while(|(a, b)| a == b).count();
+            Ok([
+                Content::Chat(Conversation::with_answer(line, &["chosen"], shared)?),
+                Content::Chat(Conversation::with_answer(line, &["rejected"], shared)?),
+            ])
+        }
+        _ => Err("\"prompt\", \"chosen\" and \"rejected\" are neither all strings nor all lists of messages".into()),
+    }
 }
 
 impl Line {
@@ -184,18 +232,25 @@ pub(crate) struct Examples {
     /// The first token of each example, followed by the end of the last one.
     bounds: Vec<u64>,
     counts: Vec<bool>,
+    /// True if each two adjacent examples are the chosen and the rejected answer of a pair.
+    are_pairs: bool,
 }
 
 impl Examples {
     /// Concatenates encoded examples. Returns the stream of tokens, and the examples in it.
-    pub fn new(encoded: Vec<Encoded>) -> (Vec<u32>, Self) {
-        let (mut tokens, mut examples) = (Vec::new(), Self { bounds: vec![0], counts: Vec::new() });
+    pub fn new(encoded: Vec<Encoded>, are_pairs: bool) -> (Vec<u32>, Self) {
+        let (mut tokens, mut examples) = (Vec::new(), Self { bounds: vec![0], counts: Vec::new(), are_pairs });
         for (ids, counts) in encoded {
             tokens.extend(ids);
             examples.counts.extend(counts);
             examples.bounds.push(tokens.len() as u64);
         }
         (tokens, examples)
+    }
+
+    /// True if each two adjacent examples are the chosen and the rejected answer of a pair.
+    pub fn are_pairs(&self) -> bool {
+        self.are_pairs
     }
 
     /// True if the loss counts this token.
@@ -215,6 +270,9 @@ impl Examples {
     /// last token of each example, which has no target. The longest examples come first, and each goes into the fullest
     /// row that has room for it (Ding et al., arXiv 2404.10830). An example that is longer than a row is cut. An
     /// example without a target that counts is left out.
+    ///
+    /// Pairs are not packed: each example has a row of its own, the two rows of a pair are adjacent, and a pair is left
+    /// out if one of its answers has no target that counts.
     pub fn rows(&self, part: &Range<u64>, sequence: usize) -> Vec<Vec<Range<u64>>> {
         let mut examples: Vec<Range<u64>> = self.bounds.windows(2).map(|pair| pair[0]..pair[1]).collect();
         examples.retain(|example| part.start <= example.start && example.end <= part.end);
@@ -222,7 +280,13 @@ impl Examples {
         let longest = sequence as u64 + 1;
         let cut = examples.iter().filter(|example| example.end - example.start > longest).count();
         examples.iter_mut().for_each(|example| example.end = example.end.min(example.start + longest));
-        examples.retain(|example| (example.start + 1..example.end).any(|token| self.counts(token)));
+        let has_answer = |example: &Range<u64>| (example.start + 1..example.end).any(|token| self.counts(token));
+        if self.are_pairs {
+            let pairs = examples.chunks_exact(2).filter(|pair| pair.iter().all(has_answer));
+            examples = pairs.flatten().cloned().collect();
+        } else {
+            examples.retain(has_answer);
+        }
         let left_out = all - examples.len();
         if cut + left_out > 0 {
             tracing::warn!(
@@ -231,6 +295,9 @@ impl Examples {
                 left_out,
                 "examples longer than {sequence} tokens, or without an answer within them"
             );
+        }
+        if self.are_pairs {
+            return examples.into_iter().map(|example| vec![example]).collect();
         }
         // The last token of an example has no target.
         let length = |example: &Range<u64>| (example.end - example.start - 1) as usize;
@@ -273,7 +340,7 @@ mod tests {
                 (0..length).map(|at| at >= length / 2).collect(),
             )
         };
-        Examples::new(lengths.iter().enumerate().map(example).collect())
+        Examples::new(lengths.iter().enumerate().map(example).collect(), false)
     }
 
     generated! {
@@ -328,6 +395,100 @@ mod tests {
         assert_eq!(starts, [0, 0, 0, 0, 4, 4, 6, 6]);
     }
 
+    /// The two answers of a pair are in adjacent rows of a batch, whatever the form of the line. A pair is left out if a
+    /// sequence has no room for one of its answers. Each n-th pair is for validation.
+    #[test]
+    fn pairs_of_answers_stay_together() {
+        let lines = [
+            ("ab", r#"{"prompt": "ab", "chosen": "cd", "rejected": "e"}"#),
+            ("abcdefgh", r#"{"prompt": "abcdefgh", "chosen": "i", "rejected": "j"}"#),
+            ("x:", r#"{"chosen": "x: y", "rejected": "x: z"}"#),
+            ("é", r#"{"prompt": "é", "chosen": "p", "rejected": "qr"}"#),
+            ("v", r#"{"prompt": "v", "chosen": "u", "rejected": "w"}"#),
+        ];
+        let text = lines.map(|(_, line)| line).join("\n");
+        let all = dataset(&text, Format::Preference).unwrap().training(6, 4, 7).unwrap();
+        assert_eq!((all.per_epoch(), all.all().count()), (8, 8));
+        let window = |step, first| {
+            let (mut tokens, mut targets, mut starts) = ([0; 6], [0; 6], [9; 6]);
+            all.fill_documents(step, first, &mut tokens, &mut targets, &mut starts).unwrap();
+            (tokens, targets)
+        };
+        let answer = |targets: [u32; 6]| -> String {
+            let ids = targets.into_iter().filter(|&id| id != IGNORED && id != 0);
+            ids.map(|id| char::from(id as u8)).collect()
+        };
+        let mut seen: Vec<[String; 2]> = Vec::new();
+        for (step, pair) in [(0, 0), (0, 1), (1, 0), (1, 1)] {
+            let [chosen, rejected] = [0, 1].map(|second| window(step, 2 * pair + second));
+            assert_eq!(chosen.0[0], rejected.0[0], "the prompt is the same");
+            assert_eq!(all.index(step, 2 * pair) + 1, all.index(step, 2 * pair + 1));
+            let (mut tokens, mut targets) = ([0; 6], [0; 6]);
+            all.all().fill(all.index(step, 2 * pair), &mut tokens, &mut targets).unwrap();
+            assert_eq!((tokens, targets), chosen);
+            seen.push([answer(chosen.1), answer(rejected.1)]);
+        }
+        seen.sort();
+        assert_eq!(
+            seen,
+            [
+                ["y", "z"].map(|it| format!(" {it}")),
+                ["cd", "e"].map(Into::into),
+                ["p", "qr"].map(Into::into),
+                ["u", "w"].map(Into::into)
+            ]
+        );
+
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("lines.jsonl");
+        fs::write(&file, text).unwrap();
+        let options =
+            DataOptions { vocabulary: VocabularyChoice::Bytes, validation_every: 2, ..DataOptions::default() };
+        let halves = Dataset::examples(&file, Format::Preference, &options).unwrap();
+        assert_eq!(halves.training(9, 2, 0).unwrap().per_epoch(), 6);
+        let validation = halves.validation(9, 3).unwrap().unwrap();
+        assert_eq!(validation.count(), 4, "a pair is not cut");
+        let plain = dataset("{\"prompt\": \"a\", \"completion\": \"b\"}", Format::Prompt).unwrap();
+        let mixed = Dataset::mixture(vec![(halves, 0.5), (plain, 0.5)]).unwrap_err().to_string();
+        assert!(mixed.contains("pairs of answers and other data"), "{mixed}");
+    }
+
+    /// Pairs of conversations have the answers of the same prompts with completions, whether or not the prompt is given.
+    #[test]
+    fn pairs_of_conversations_are_rendered_by_the_template() {
+        let folder = tempfile::tempdir().unwrap();
+        let tokenizer = folder.path().join("tokenizer.json");
+        Vocabulary::train(["2+2? 4 5 user assistant"].into_iter(), 260).unwrap().save(&tokenizer).unwrap();
+        let template = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}\
+                        {% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}";
+        fs::write(folder.path().join("chat_template.jinja"), template).unwrap();
+        let options = DataOptions {
+            vocabulary: VocabularyChoice::File(tokenizer),
+            validation_every: 0,
+            ..DataOptions::default()
+        };
+        let [user, four, five] = [("user", "2+2?"), ("assistant", "4"), ("assistant", "five")]
+            .map(|(role, text)| format!(r#"{{"role": "{role}", "content": "{text}"}}"#));
+        let window = |format, lines: &str, index: usize| {
+            let file = folder.path().join("lines.jsonl");
+            fs::write(&file, lines).unwrap();
+            let windows = Dataset::examples(&file, format, &options).unwrap().training(48, 1, 0).unwrap().all();
+            let (mut tokens, mut targets) = ([0; 48], [0; 48]);
+            windows.fill(index, &mut tokens, &mut targets).unwrap();
+            (tokens, targets)
+        };
+        let expected = [&four, &five].map(|answer| {
+            let line = format!(r#"{{"prompt": [{user}], "completion": [{answer}]}}"#);
+            window(Format::Prompt, &line, 0)
+        });
+        for line in [
+            format!(r#"{{"prompt": [{user}], "chosen": [{four}], "rejected": [{five}]}}"#),
+            format!(r#"{{"chosen": [{user}, {four}], "rejected": [{user}, {five}]}}"#),
+        ] {
+            assert_eq!([0, 1].map(|index| window(Format::Preference, &line, index)), expected, "{line}");
+        }
+    }
+
     #[test]
     fn lines_that_are_no_examples_are_refused() {
         for (lines, format, expected) in [
@@ -338,6 +499,10 @@ mod tests {
             ("{\"messages\": 5}", Format::Chat, "line 1"),
             ("{\"messages\": [{\"content\": \"a\"}]}", Format::Chat, "message 0 has no \"role\""),
             ("{\"messages\": []}", Format::Chat, "chat_template.jinja"),
+            ("{\"prompt\": \"a\", \"chosen\": \"b\"}", Format::Preference, "missing field `rejected`"),
+            ("{\"prompt\": \"a\", \"chosen\": [], \"rejected\": \"b\"}", Format::Preference, "all strings"),
+            ("{\"chosen\": [{}], \"rejected\": []}", Format::Preference, "message 0 has no \"role\""),
+            ("{\"chosen\": [], \"rejected\": []}", Format::Preference, "chat_template.jinja"),
         ] {
             let error = dataset(lines, format).unwrap_err().to_string();
             assert!(error.contains(expected), "{lines}: {error}");

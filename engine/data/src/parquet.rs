@@ -16,7 +16,7 @@ use parquet::schema::types::Type;
 use crate::DataError;
 
 /// All columns that any [`Format`](crate::Format) reads.
-const COLUMNS: [&str; 5] = ["text", "prompt", "completion", "response", "messages"];
+const COLUMNS: [&str; 7] = ["text", "prompt", "completion", "response", "messages", "chosen", "rejected"];
 
 /// Visits the rows with their numbers, counted from 1.
 ///

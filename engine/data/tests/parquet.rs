@@ -100,6 +100,20 @@ fn answers_are_examples() {
 }
 
 #[test]
+fn pairs_of_answers_are_examples() {
+    let schema = "message pairs { optional binary prompt (STRING); required binary chosen (STRING); required binary rejected (STRING); }";
+    let rows = write(schema, Compression::SNAPPY, 1, |_, group| {
+        write_strings(group, &["ab"], Some(&[1, 0]), None);
+        write_strings(group, &["cd", "x y"], None, None);
+        write_strings(group, &["e", "x z"], None, None);
+    });
+    let lines = r#"{"prompt": "ab", "chosen": "cd", "rejected": "e"}
+{"prompt": "x", "chosen": " y", "rejected": " z"}"#;
+    let folder = tempfile::tempdir().unwrap();
+    same_examples(Format::Preference, VocabularyChoice::Bytes, &rows, lines, folder.path());
+}
+
+#[test]
 fn conversations_are_examples() {
     let schema = "message chat { optional group messages (LIST) { repeated group list { optional group element {
         required binary role (STRING); required binary content (STRING); } } } }";

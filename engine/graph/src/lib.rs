@@ -48,7 +48,8 @@ pub use gradient::Gradient;
 #[doc(hidden)]
 pub use graph::lock;
 pub use graph::{
-    FLOATS, Graph, LossPart, Node, NodeId, Phase, Place, ReportedLoss, RowCount, Sequences, Source, Value, ValueId,
+    FLOATS, Graph, LossPart, Node, NodeId, Phase, Place, ReportedLoss, RowCount, SequenceLoss, Sequences, Source,
+    Value, ValueId,
 };
 pub use nn::Model;
 pub use op::{Op, RowUse};

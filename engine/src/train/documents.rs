@@ -62,14 +62,14 @@ impl DocumentInputs {
 
     /// Computes the inputs for a batch whose sequences have `sequence` tokens each.
     ///
-    /// The loss weight of an ignored target is 0. The loss weight of any other target is t ÷ c, where t is the number
-    /// of tokens of the batch, and c the number of its targets that are not ignored. With these weights, the mean over
-    /// all tokens equals the mean over the targets that count, however the batch is divided among ranks. Router weights
-    /// are computed in the same way, with padding in place of ignored targets.
+    /// The loss weight of an ignored target is 0. The loss weight of any other target is `weight` or, if it is `None`,
+    /// t ÷ c, where t is the number of tokens of the batch, and c the number of its targets that are not ignored. With
+    /// the latter weights, the mean over all tokens equals the mean over the targets that count, however the batch is
+    /// divided among ranks. Router weights are computed in the same way, with padding in place of ignored targets.
     ///
     /// # Errors
     /// Returns an error if a document starts after one of its tokens or is not contiguous, or if no target counts.
-    pub fn fill(&mut self, batch: &Batch<'_>, sequence: usize) -> Result<()> {
+    pub fn fill(&mut self, batch: &Batch<'_>, sequence: usize, weight: Option<f32>) -> Result<()> {
         let fail = |why, remedy| Err(TrainError::config("documents", why, remedy));
         let tokens = batch.tokens.len();
         let Self { starts, positions, targets, weights, routed } = self;
@@ -95,7 +95,7 @@ impl DocumentInputs {
             }
             positions.push(at - start);
         }
-        // Loss weights, scaled so that their mean over the batch is 1.
+        // Loss weights: if none is given, scaled so that their mean over the batch is 1.
         let counted = batch.counted();
         if counted == 0 {
             return fail(
@@ -103,7 +103,7 @@ impl DocumentInputs {
                 "give batches with at least one target that is not ignored",
             );
         }
-        let weight = (tokens as f64 / counted as f64) as f32;
+        let weight = weight.unwrap_or((tokens as f64 / counted as f64) as f32);
         targets.clear();
         targets.extend(batch.targets.iter().map(|&target| if target == IGNORED { 0 } else { target }));
         weights.clear();

@@ -14,7 +14,7 @@ mod tensors;
 use candle_core::DType;
 use gapless_alloc::arena::ArenaReport;
 use gapless_alloc::draw::MemoryMap;
-use gapless_compile::step::{CheckpointLayout, DOCUMENT_INPUTS, LIMITS_INPUT, Share};
+use gapless_compile::step::{CheckpointLayout, DOCUMENT_INPUTS, LIMITS_INPUT, LOG_LIKELIHOODS, REFERENCE_INPUT, Share};
 use gapless_kernels::Element;
 use gapless_parallel::Coordinate;
 use gapless_runtime::{Session, Times};
@@ -35,6 +35,8 @@ use crate::error::{Result, TrainError};
 use crate::learning_rate::Schedule;
 use gapless_compile::ProgramId;
 use gapless_compile::report::{self, Report};
+use gapless_compile::step::StepOptions;
+use gapless_graph::nn::Rewards;
 use gapless_graph::optim::SCALARS;
 use gapless_graph::{Causality, Culprit, LossPart};
 use gapless_runtime::RunOptions;
@@ -51,6 +53,9 @@ pub struct StepReport {
     /// The terms of the loss; `None` if the likelihood is the only term.
     #[serde(flatten)]
     pub loss_parts: Option<LossParts>,
+    /// The mean rewards of the pairs; `None` if the step does not train on preferences.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub rewards: Option<Rewards>,
     /// Norm over the elements of all gradients, before clipping.
     pub gradient_norm: f32,
     /// Learning rate of the update.
@@ -222,12 +227,26 @@ impl Trainer {
     /// # Errors
     /// Returns the errors of [`Self::step`], and an error if a document is not contiguous or if no target counts.
     pub fn step_batch(&mut self, batch: &Batch<'_>) -> Result<StepReport> {
+        self.step_pairs(batch, &[])
+    }
+
+    /// Like [`Self::step_batch`], for training on preferences
+    /// ([`StepOptions::preference`](gapless_compile::step::StepOptions::preference)). Sequence 2i of the batch has the
+    /// prompt and the chosen answer of pair i, and sequence 2i + 1 the same prompt and the rejected answer. Targets that
+    /// are not [`IGNORED`] are the tokens of the answers. `reference` has the log-likelihood of each sequence under the
+    /// reference model ([`Self::log_likelihoods`]); it is empty if the loss has no reference.
+    ///
+    /// # Errors
+    /// Returns the errors of [`Self::step_batch`], and an error if a sequence has no answer, or if `reference` does not
+    /// have one element per sequence.
+    pub fn step_pairs(&mut self, batch: &Batch<'_>, reference: &[f32]) -> Result<StepReport> {
         let lr = self.schedule.at(self.step);
         let program = self.training()?;
+        self.check_pairs(batch, reference)?;
         if let (Some(world), Some(check)) = (&mut self.world, &mut self.batch_check) {
             check.run(&mut **world, self.step, batch)?;
         }
-        self.write_step(batch, lr)?;
+        self.write_step(batch, reference, lr)?;
         self.run(program, false)?;
         let loss = self.session.scalar(program, "loss")?;
         let gradient_norm = self.session.scalar(program, "gradient_norm")?;
@@ -239,7 +258,7 @@ impl Trainer {
                 return Err(TrainError::NonFinite { step: self.step + 1, loss, culprit });
             }
             // The first run may have overwritten the step's inputs, so they are written again.
-            self.write_step(batch, lr)?;
+            self.write_step(batch, reference, lr)?;
             let culprit = self.run(program, true)?;
             let culprit = culprit.unwrap_or_else(|| match self.world {
                 Some(_) => "another rank".into(),
@@ -247,9 +266,9 @@ impl Trainer {
             });
             return Err(TrainError::NonFinite { step: self.step + 1, loss, culprit });
         }
-        let loss_parts = LossParts::read(&self.session, program, &self.loss_parts, loss)?;
+        let (loss_parts, rewards) = LossParts::read(&self.session, program, &self.loss_parts, loss)?;
         self.step += 1;
-        let report = StepReport { step: self.step, loss, loss_parts, gradient_norm, lr, skipped };
+        let report = StepReport { step: self.step, loss, loss_parts, rewards, gradient_norm, lr, skipped };
         self.session.grow(self.options.most_bytes())?;
         Ok(report)
     }
@@ -274,7 +293,7 @@ impl Trainer {
     /// `tracing` spans report the times instead.
     #[cfg(feature = "cuda")]
     pub fn profile(&mut self, tokens: &[u32], targets: &[u32]) -> Result<Vec<cuda::Timed>> {
-        self.write_step(&Batch { tokens, targets, starts: &[] }, self.schedule.at(self.step))?;
+        self.write_step(&Batch { tokens, targets, starts: &[] }, &[], self.schedule.at(self.step))?;
         let (program, options) = (self.training()?, self.run_options());
         let Some(timed) = self.session.profile(program, options)? else {
             let why = "only GPUs time single instructions";
@@ -310,10 +329,30 @@ impl Trainer {
     pub fn evaluate_batch(&mut self, batch: &Batch<'_>) -> Result<f32> {
         let program = self.programs.evaluate;
         let whole = Share { parts: 1, first: 0, stride: 1, count: 1 };
-        self.write_batch(program, whole, self.options.step.evaluation_batch(), batch)?;
+        self.write_batch(program, whole, self.options.step.evaluation_batch(), batch, None)?;
         self.run(program, false)?;
         self.session.grow(self.options.most_bytes())?;
         Ok(self.session.scalar(program, "loss")?)
+    }
+
+    /// Returns the log-likelihood of each sequence of a batch of `evaluation_batch` sequences: the sum of log p over its
+    /// targets that are not [`IGNORED`]. Dropout is off, and the model is not changed. Before the first step, these are
+    /// the log-likelihoods under the reference model. Requires
+    /// [`StepOptions::preference`](gapless_compile::step::StepOptions::preference).
+    ///
+    /// # Errors
+    /// Returns the errors of [`Self::evaluate_batch`], and an error if the trainer does not train on preferences.
+    pub fn log_likelihoods(&mut self, batch: &Batch<'_>) -> Result<Vec<f32>> {
+        let program = self.programs.evaluate;
+        if self.options.step.preference.is_none() {
+            let why = "only a trainer for preferences has the log-likelihoods of sequences";
+            return Err(TrainError::config("preference", why, "set StepOptions::preference"));
+        }
+        let whole = Share { parts: 1, first: 0, stride: 1, count: 1 };
+        self.write_batch(program, whole, self.options.step.evaluation_batch(), batch, Some(1.0))?;
+        self.run(program, false)?;
+        self.session.grow(self.options.most_bytes())?;
+        Ok(self.session.with_output(program, LOG_LIKELIHOODS, <[f32]>::to_vec)?)
     }
 
     /// Returns the logits [1, sequence, vocabulary] of one sequence, in f32. On the CPU, the candle tensor is a view
@@ -375,9 +414,31 @@ impl Trainer {
         RunOptions { seed, step: self.step, poison, watch: false, first_micro_batch, micro_batch_stride }
     }
 
-    fn write_step(&mut self, batch: &Batch<'_>, lr: f64) -> Result<()> {
+    /// Checks that a batch has what the loss of pairs needs.
+    fn check_pairs(&self, batch: &Batch<'_>, reference: &[f32]) -> Result<()> {
+        let StepOptions { batch: sequences, sequence, preference, .. } = &self.options.step;
+        let expected = if preference.is_some_and(|preference| preference.needs_reference()) { *sequences } else { 0 };
+        if reference.len() != expected {
+            return Err(TrainError::ElementCount { name: REFERENCE_INPUT.into(), expected, given: reference.len() });
+        }
+        let has_answer = |targets: &[u32]| targets.iter().any(|&target| target != IGNORED);
+        let unanswered = || batch.targets.chunks_exact(*sequence).position(|targets| !has_answer(targets));
+        match preference.and_then(|_| unanswered()) {
+            Some(at) => {
+                let why = format!("sequence {at} of the batch has no answer: all its targets are ignored");
+                Err(TrainError::config("preference", why, "give pairs of which both answers have a target"))
+            }
+            None => Ok(()),
+        }
+    }
+
+    fn write_step(&mut self, batch: &Batch<'_>, reference: &[f32], lr: f64) -> Result<()> {
         let program = self.training()?;
-        self.write_batch(program, self.share, self.options.step.batch, batch)?;
+        let weight = self.options.step.preference.map(|_| 1.0);
+        self.write_batch(program, self.share, self.options.step.batch, batch, weight)?;
+        if !reference.is_empty() {
+            self.write_inputs(program, self.share, &[(REFERENCE_INPUT, reference)])?;
+        }
         let rules = self.options.step.update.rules(&self.options.step.optimizer);
         for (input, (rule, factor)) in self.scalars_inputs.iter().zip(rules) {
             if self.session.has_input(program, input) {
@@ -392,8 +453,16 @@ impl Trainer {
         Ok(())
     }
 
-    /// Writes this rank's share of a batch of `sequences` sequences to the inputs of a program.
-    fn write_batch(&mut self, program: ProgramId, share: Share, sequences: usize, batch: &Batch<'_>) -> Result<()> {
+    /// Writes this rank's share of a batch of `sequences` sequences to the inputs of a program. `weight` is the weight
+    /// of each target that counts; if it is `None`, the loss is the mean over these targets.
+    fn write_batch(
+        &mut self,
+        program: ProgramId,
+        share: Share,
+        sequences: usize,
+        batch: &Batch<'_>,
+        weight: Option<f32>,
+    ) -> Result<()> {
         let expected = sequences * self.options.step.sequence;
         let given = [("tokens", batch.tokens), ("targets", batch.targets), ("starts", batch.starts)];
         let is_whole = |name: &str, ids: &[u32]| ids.len() == expected || name == "starts" && ids.is_empty();
@@ -407,7 +476,7 @@ impl Trainer {
             return self.write_inputs(program, share, &[("tokens", batch.tokens), ("targets", batch.targets)]);
         }
         let mut documents = std::mem::take(&mut self.documents);
-        let written = documents.fill(batch, self.options.step.sequence).and_then(|()| {
+        let written = documents.fill(batch, self.options.step.sequence, weight).and_then(|()| {
             let DocumentInputs { starts, positions, targets, weights, routed } = &documents;
             self.check_ids(targets)?;
             let [of_starts, of_positions, of_weights, of_routed] = DOCUMENT_INPUTS;
@@ -420,7 +489,7 @@ impl Trainer {
         written
     }
 
-    /// Writes this rank's share of inputs that have one element per token of the batch.
+    /// Writes this rank's share of inputs that have one element per token or per sequence of the batch.
     fn write_inputs<T: Element>(&mut self, program: ProgramId, share: Share, inputs: &[(&str, &[T])]) -> Result<()> {
         // The program of a rank only has the inputs that the rank's stages read.
         for (name, data) in inputs {

@@ -66,7 +66,9 @@ impl TrainOptions {
     pub(super) fn shared_by_ranks(&self) -> Vec<(&'static str, String)> {
         let Self { step, learning_rate, seed, device: _, threads: _, poison: _ } = self;
         let StepOptions { batch, micro_batches, sequence, precision, mesh, pipeline, memory, .. } = step;
-        let StepOptions { trainable, loss, optimizer, update, documents, keep_gradients, generation, .. } = step;
+        let StepOptions {
+            trainable, loss, preference, optimizer, update, documents, keep_gradients, generation, ..
+        } = step;
         let MemoryOptions { recompute, budget, rates, compress, offload, offload_to: _, .. } = memory;
         let MemoryOptions { routing, overflow, release_gradients, planning: _, .. } = memory;
         vec![
@@ -79,6 +81,7 @@ impl TrainOptions {
             ("precision", format!("{precision:?}")),
             ("trainable part", format!("{trainable:?}")),
             ("loss", format!("{loss:?}")),
+            ("preference", format!("{preference:?}")),
             ("optimizer", format!("{optimizer:?}")),
             ("update", format!("{update:?}")),
             ("learning rate", format!("{learning_rate:?}")),

@@ -32,6 +32,8 @@ enum Name {
     Lora,
     /// Fine-tuning of pretrained weights, with prompts and answers of yours
     Sft,
+    /// Training on preferences (DPO), with pairs of answers of yours
+    Dpo,
     /// The JSON schema of all keys of a run file, for editors that complete and check them
     Schema,
 }
@@ -51,6 +53,7 @@ pub fn run(arguments: &Arguments) -> ExitCode {
         Name::Pipeline => include_str!("presets/pipeline.toml"),
         Name::Lora => include_str!("presets/lora.toml"),
         Name::Sft => include_str!("presets/sft.toml"),
+        Name::Dpo => include_str!("presets/dpo.toml"),
     };
     match print(|out| out.write_all(text.as_bytes())) {
         Ok(()) => ExitCode::SUCCESS,

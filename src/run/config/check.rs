@@ -6,6 +6,7 @@ use std::time::Duration;
 use gapless_engine::TrainError;
 use gapless_engine::compile::step::RankPlan;
 use gapless_engine::data::{Answers, Format, Source};
+use gapless_engine::nn::Preference;
 use gapless_models::limits;
 
 use super::{ConfigError, ModelConfig, RunConfig};
@@ -142,6 +143,10 @@ impl RunConfig {
         if self.data.format == Format::Chat && !has_tokenizer {
             let why = "conversations need the chat template of a tokenizer, and there is none".to_owned();
             return fail("data.format", why, "name a data.tokenizer, or a model.folder");
+        }
+        if self.data.format != Format::Preference && self.preference != Preference::default() {
+            let why = "only pairs of answers have a loss of preferences".to_owned();
+            return fail("preference", why, "leave it out, or set data.format to \"preference\"");
         }
         if self.data.answers != Answers::All && self.data.format != Format::Chat {
             let why = "only conversations have several answers".to_owned();

@@ -32,9 +32,9 @@ pub struct DataConfig {
     /// folder.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tokenizer: Option<PathBuf>,
-    /// The contents of a line of a .jsonl file or a row of a .parquet file. In the formats `prompt` and `chat`, only
-    /// completions and assistant messages count in the loss, and examples are packed into sequences without attending
-    /// to each other.
+    /// The contents of a line of a .jsonl file or a row of a .parquet file. In all formats but `text`, only answers count
+    /// in the loss. In the formats `prompt` and `chat`, examples are packed into sequences without attending to each
+    /// other.
     pub format: Format,
     /// The assistant messages of a conversation that count in the loss, in the format `chat`.
     pub answers: Answers,
@@ -49,7 +49,7 @@ pub struct DataConfig {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub end_of_text: Option<String>,
     /// Whether special tokens that are spelled out in a text, such as `<|im_end|>`, are converted to their ids.
-    /// Otherwise they are treated as plain text. In the formats `prompt` and `chat` they are always converted if the
+    /// Otherwise they are treated as plain text. In all formats but `text` they are always converted if the
     /// tokenizer is read from a file.
     pub special_tokens: bool,
     /// The width of the ids in .bin files without a header. The default is 16 bits, or 32 bits for vocabularies of more

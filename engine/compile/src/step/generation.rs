@@ -115,7 +115,8 @@ impl Generation {
         let (trace, logits) = self.trace(build, options, ranks, (self.batch, tokens), window)?;
         let logits = if tokens == 1 { logits } else { one_of_each(&trace, &logits)? };
         let logits = logits.contiguous()?.to_dtype(DType::F32)?;
-        forward(&trace, name, Output::everywhere("logits", logits.id()), ranks, &ParameterStages::new(), target)
+        let outputs = [Output::everywhere("logits", logits.id())];
+        forward(&trace, name, &outputs, ranks, &ParameterStages::new(), target)
     }
 }
 

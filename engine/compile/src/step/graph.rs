@@ -29,10 +29,10 @@ impl StepGraph {
     /// offloaded.
     pub fn key(options: &StepOptions) -> String {
         let StepOptions { batch, micro_batches, sequence, documents, precision, mesh, memory, .. } = options;
-        let StepOptions { trainable, loss, optimizer, update, pipeline, keep_gradients, .. } = options;
+        let StepOptions { trainable, loss, preference, optimizer, update, pipeline, keep_gradients, .. } = options;
         let (stages, cut) = (options.stages(), &pipeline.cut);
         format!(
-            "{batch} {micro_batches} {sequence} {documents} {precision:?} {stages} {cut:?} {} {} {trainable:?} {loss:?} {optimizer:?} {update:?} \
+            "{batch} {micro_batches} {sequence} {documents} {precision:?} {stages} {cut:?} {} {} {trainable:?} {loss:?} {preference:?} {optimizer:?} {update:?} \
              {:?} {} {keep_gradients}",
             mesh.data, mesh.expert, memory.overflow, memory.release_gradients
         )

@@ -22,7 +22,7 @@ use std::collections::{BTreeSet, HashMap};
 use candle_core::{D, DType};
 use gapless_alloc::{Role, lower_bound};
 use gapless_graph::nn::VarBuilder;
-use gapless_graph::{Causality, Culprit, LossPart, Model, cache_obstacle, causality};
+use gapless_graph::{Causality, Culprit, LossPart, Model, SequenceLoss, cache_obstacle, causality};
 use gapless_parallel::{Kind, StageId};
 
 pub use self::generation::{Generation, compile_inference};
@@ -73,12 +73,23 @@ pub const LIMITS_INPUT: &str = "step.limits";
 /// - `routed` (f32): weight of each token in the statistics of routers.
 pub const DOCUMENT_INPUTS: [&str; 4] = ["starts", "positions", "weights", "routed"];
 
+/// The input of a step over preferences that holds the log-likelihood of each sequence under the reference model: f32
+/// `[batch]`. A step without a reference lacks it.
+pub const REFERENCE_INPUT: &str = "reference";
+
+/// The output of an evaluation of preferences that holds the log-likelihood of each sequence.
+pub const LOG_LIKELIHOODS: &str = "log_likelihoods";
+
 /// The outputs of a training step for the terms of the loss. A step has only the outputs for terms that its loss
 /// contains.
-pub const LOSS_PARTS: [(LossPart, &str); 3] = [
+pub const LOSS_PARTS: [(LossPart, &str); 7] = [
     (LossPart::Likelihood, "likelihood"),
     (LossPart::Balance, "loss of balance"),
     (LossPart::RouterZ, "z-loss of routers"),
+    (LossPart::ChosenReward, "rewards of chosen answers"),
+    (LossPart::RejectedReward, "rewards of rejected answers"),
+    (LossPart::RewardMargin, "margins of rewards"),
+    (LossPart::RewardAccuracy, "accuracy of rewards"),
 ];
 
 /// Information about the compiled programs that a trainer needs in addition to the executable.
@@ -276,8 +287,14 @@ fn evaluation(
     target: Target,
 ) -> Result<Program> {
     let (trace, model) = Trace::new(build, options, ranks, (options.evaluation_batch(), options.sequence), false)?;
+    if options.preference.is_some() {
+        trace.lock().set_sequence_loss(SequenceLoss::LogLikelihoods);
+    }
     let loss = trace.loss(&*model, options.documents, false)?;
-    forward(&trace, "evaluate", Output::everywhere("loss", loss.id()), ranks, stages, target)
+    let log_likelihoods = trace.lock().log_likelihoods();
+    let log_likelihoods = log_likelihoods.map(|id| Output::everywhere(LOG_LIKELIHOODS, id));
+    let outputs: Vec<Output> = [Output::everywhere("loss", loss.id())].into_iter().chain(log_likelihoods).collect();
+    forward(&trace, "evaluate", &outputs, ranks, stages, target)
 }
 
 /// The forward of one sequence.
@@ -308,7 +325,8 @@ impl Logits {
             (causality(&graph, tokens, logits.id()), cache_obstacle(&graph, tokens, logits.id()))
         };
         let logits = logits.contiguous()?.to_dtype(DType::F32)?;
-        let program = forward(&trace, "logits", Output::everywhere("logits", logits.id()), ranks, stages, target)?;
+        let outputs = [Output::everywhere("logits", logits.id())];
+        let program = forward(&trace, "logits", &outputs, ranks, stages, target)?;
         Ok(Self { program, vocabulary, causality, obstacle })
     }
 }
@@ -317,7 +335,7 @@ impl Logits {
 fn forward(
     trace: &Trace,
     name: &str,
-    output: Output,
+    outputs: &[Output],
     ranks: &RankPlan,
     stages: &ParameterStages,
     target: Target,
@@ -328,7 +346,7 @@ fn forward(
         graph: &trace.lock(),
         table: &ranks.forward_table(),
         rank: ranks.at.pipeline,
-        outputs: &[output],
+        outputs,
         roles: &HashMap::new(),
         recomputation: &RematPlan::default(),
         evicts: false,

@@ -8,8 +8,7 @@ use std::sync::Arc;
 
 use candle_core::DType;
 use gapless_alloc::arena::Reserve;
-use gapless_graph::nn::Trainable;
-use gapless_graph::nn::names;
+use gapless_graph::nn::{Preference, Trainable, names};
 use gapless_graph::optim::{AdamW, Optimizer, ParameterInfo};
 use gapless_kernels::LossTerms;
 use gapless_parallel::{Mesh, Rates};
@@ -53,6 +52,11 @@ pub struct StepOptions {
     /// alone.
     #[serde(skip)]
     pub loss: LossTerms,
+    /// The loss of pairs of answers, in place of the loss of tokens. Sequence 2i of a batch has the chosen answer of
+    /// pair i, and sequence 2i + 1 the rejected one. This requires [`Self::documents`], and whole pairs in each
+    /// micro-batch. [`Self::loss`] must have no terms.
+    #[serde(skip)]
+    pub preference: Option<Preference>,
     /// The update rule: `AdamW { .. }.into()`, another rule of [`optim`](gapless_graph::optim), or your own.
     #[serde(skip, default = "adamw")]
     pub optimizer: Arc<dyn Optimizer>,
@@ -308,6 +312,7 @@ impl Default for StepOptions {
             memory: MemoryOptions::default(),
             trainable: Trainable::All,
             loss: LossTerms::NONE,
+            preference: None,
             optimizer: adamw(),
             update: UpdateOptions::default(),
             documents: false,
@@ -442,6 +447,7 @@ impl StepOptions {
             let why = "rows recomputed from compressed activations would differ from the forward's";
             return Err(Error::config("memory.overflow", why, "leave memory.compress out, or choose another policy"));
         }
+        self.check_preference()?;
         if memory.release_gradients { self.check_release() } else { Ok(()) }
     }
 
@@ -499,6 +505,24 @@ impl StepOptions {
 
     fn shares_batch(&self) -> bool {
         self.mesh.data > 1 || self.mesh.expert > 1
+    }
+
+    fn check_preference(&self) -> Result<()> {
+        let Some(preference) = &self.preference else { return Ok(()) };
+        preference.check()?;
+        let fail = |key, why: &str, remedy| Err(Error::config(key, why, remedy));
+        if !self.documents {
+            let why = "the tokens of a prompt would count in the likelihoods of answers";
+            return fail("preference", why, "set data.format = \"preference\" (StepOptions::documents)");
+        }
+        if !self.evaluation_batch().is_multiple_of(2) {
+            let why = "the two answers of a pair would be in different micro-batches";
+            return fail("step.batch", why, "make it a multiple of 2 × step.micro_batches × mesh.data × mesh.expert");
+        }
+        if self.loss != LossTerms::NONE {
+            return fail("loss", "the losses of preferences have no further terms", "leave loss or preference out");
+        }
+        Ok(())
     }
 
     /// Checks that no setting needs all gradients at once, for `release_gradients`.

@@ -8,11 +8,14 @@ use gapless_alloc::Role;
 use gapless_graph::autodiff::differentiate_in;
 use gapless_graph::nn::VarBuilder;
 use gapless_graph::optim::ParameterInfo;
-use gapless_graph::{Graph, Model, Phase, Place, Sequences, Spec, Tensor, ValueId, lock};
+use gapless_graph::{Graph, Model, Phase, Place, SequenceLoss, Sequences, Spec, Tensor, ValueId, lock};
 use gapless_parallel::StageId;
 
 use super::update::{CheckpointLayout, Parameter, Recorded, Update};
-use super::{Build, DOCUMENT_INPUTS, LOSS_PARTS, Overflow, RankPlan, StepOptions, gradient_output, watched_output};
+use super::{
+    Build, DOCUMENT_INPUTS, LOSS_PARTS, Overflow, REFERENCE_INPUT, RankPlan, StepOptions, gradient_output,
+    watched_output,
+};
 use crate::error::{Error, Result};
 use crate::lower::lower;
 use crate::lowering::{Lowering, Output, Target};
@@ -52,6 +55,12 @@ impl TrainStep {
         let parts = options.micro_batches * ranks.batch_ranks();
         let (trace, model) = Trace::new(build, options, ranks, (options.batch / parts, options.sequence), true)?;
         trace.lock().set_loss_terms(options.loss);
+        if let Some(preference) = options.preference {
+            let spec = Spec { shape: (options.batch / parts).into(), dtype: DType::F32 };
+            let reference = preference.needs_reference().then(|| trace.input(REFERENCE_INPUT, spec)).transpose()?;
+            let reference = reference.map(|reference| reference.id());
+            trace.lock().set_sequence_loss(SequenceLoss::Pairs { preference, reference });
+        }
         let loss = trace.loss(&*model, options.documents, true)?;
         Ok(Self {
             trace,

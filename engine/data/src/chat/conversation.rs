@@ -26,7 +26,7 @@ impl Message {
 pub struct Conversation {
     /// The row as JSON text. It is kept as it was read, which preserves the order of keys and all digits of numbers.
     row: String,
-    /// The lists of messages in the row: `messages`, or `prompt` and `completion`.
+    /// The lists of messages in the row: `messages`, or `prompt` and its answer.
     lists: &'static [&'static str],
     /// The properties of each message that are known without its template.
     turns: Vec<Turn>,
@@ -59,12 +59,30 @@ impl Conversation {
     /// Returns the reason if the text is not such an object.
     pub fn of_row(row: &str) -> Result<Self, String> {
         let known: Json = serde_json::from_str(row).map_err(|error| error.to_string())?;
-        let lists: &[&str] = if known["prompt"].is_array() { &["prompt", "completion"] } else { &["messages"] };
-        let (mut turns, mut prompt) = (Vec::new(), None);
+        match known["prompt"].as_array() {
+            Some(prompt) => Self::of_lists(row, &known, &["prompt", "completion"], Some(prompt.len())),
+            None => Self::of_lists(row, &known, &["messages"], None),
+        }
+    }
+
+    /// Parses the conversation of a data row whose messages are those of `lists`. The first `prompt` messages are the
+    /// prompt, and the rest is the answer. Other keys are those of [`Self::of_row`].
+    ///
+    /// # Errors
+    /// Returns the reason if the text is not such an object.
+    pub(crate) fn with_answer(row: &str, lists: &'static [&'static str], prompt: usize) -> Result<Self, String> {
+        let known: Json = serde_json::from_str(row).map_err(|error| error.to_string())?;
+        Self::of_lists(row, &known, lists, Some(prompt))
+    }
+
+    fn of_lists(
+        row: &str,
+        known: &Json,
+        lists: &'static [&'static str],
+        prompt: Option<usize>,
+    ) -> Result<Self, String> {
+        let mut turns = Vec::new();
         for name in lists {
-            if *name == "completion" {
-                prompt = Some(turns.len());
-            }
             let Some(messages) = known.get(name) else { return Err(format!("missing field `{name}`")) };
             let Json::Array(messages) = messages else { return Err(format!("{name:?} is not a list of messages")) };
             for message in messages {

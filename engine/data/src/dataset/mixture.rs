@@ -39,6 +39,10 @@ impl Dataset {
         if parts.iter().any(|(part, _)| part.vocabulary.hash() != vocabulary.hash()) {
             return fail("its sources have different vocabularies; name one tokenizer for all".into());
         }
+        let are_pairs = |(dataset, _): &(Self, f64)| dataset.are_pairs();
+        if parts.iter().any(are_pairs) && !parts.iter().all(are_pairs) {
+            return fail("it has pairs of answers and other data; mix sources of one format".into());
+        }
         let largest = parts.iter().map(|(part, _)| part.largest).max().unwrap_or(0);
         let said: Vec<String> = parts.iter().map(|(part, weight)| format!("{weight} {}", part.hash)).collect();
         let of_part = |(dataset, weight): (Self, f64)| {

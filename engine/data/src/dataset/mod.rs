@@ -97,7 +97,7 @@ impl Dataset {
             VocabularyChoice::Ids { size } => Vocabulary::ids(*size),
             VocabularyChoice::Bpe { size } => Vocabulary::train(lines.iter().map(Line::text), *size)?,
         };
-        Self::of_lines(path, &lines, vocabulary, options)
+        Self::of_lines((path, format), &lines, vocabulary, options)
     }
 
     /// Opens data that no training uses, for a model with this vocabulary: text, files of token ids or, if `format` has
@@ -120,7 +120,7 @@ impl Dataset {
     ) -> Result<Self, DataError> {
         if format.has_answers() {
             let lines = read_lines(path, format)?;
-            return Ok(Self::of_lines(path, &lines, vocabulary.clone(), options)?.for_validation());
+            return Ok(Self::of_lines((path, format), &lines, vocabulary.clone(), options)?.for_validation());
         }
         if let Some((files, _)) = token_files(path)? {
             let tokens = Tokens::open_for(&files, options.width, vocabulary.size())?;
@@ -146,20 +146,26 @@ impl Dataset {
     }
 
     /// Tokenizes examples.
-    fn of_lines(path: &Path, lines: &[Line], vocabulary: Vocabulary, options: &DataOptions) -> Result<Self, DataError> {
+    fn of_lines(
+        (path, format): (&Path, Format),
+        lines: &[Line],
+        vocabulary: Vocabulary,
+        options: &DataOptions,
+    ) -> Result<Self, DataError> {
         let folder = match &options.vocabulary {
             VocabularyChoice::File(file) => file.parent().map(Tokenizer::open).transpose()?,
             _ => None,
         };
         // The examples for validation are moved to the end of the stream.
         let every = options.validation_every;
-        let is_validation = |index: usize| every > 0 && index % every.max(2) == every.max(2) - 1;
+        let per_row = format.examples_per_row();
+        let is_validation = |index: usize| every > 0 && index / per_row % every.max(2) == every.max(2) - 1;
         let encoding = Encoding { path, vocabulary: &vocabulary, folder: folder.as_ref(), answers: options.answers };
         let encoded = encode_lines(lines, &encoding)?.into_iter().enumerate();
         let (back, mut front): (Vec<_>, Vec<_>) = encoded.partition(|(index, _)| is_validation(*index));
         let validation = back.iter().map(|(_, (tokens, _))| tokens.len() as u64).sum();
         front.extend(back);
-        let (tokens, examples) = Examples::new(front.into_iter().map(|(_, example)| example).collect());
+        let (tokens, examples) = Examples::new(front.into_iter().map(|(_, example)| example).collect(), per_row == 2);
         let tokens = Tokens::from_ids(tokens);
         let scan = tokens.scan(vocabulary.size())?;
         let scan = Scan { hash: format!("{} {}", scan.hash, examples.hash()), ..scan };
@@ -182,6 +188,11 @@ impl Dataset {
     /// mixtures.
     pub fn folder(&self) -> Option<&Path> {
         self.folder.as_deref()
+    }
+
+    /// True if the examples are pairs of answers.
+    pub(crate) fn are_pairs(&self) -> bool {
+        self.parts.iter().any(|part| part.examples.as_ref().is_some_and(|examples| examples.are_pairs()))
     }
 
     /// Number of tokens for training.

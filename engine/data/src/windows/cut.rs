@@ -27,7 +27,7 @@ enum Kind {
     /// Adjacent windows of which the last one may be shorter and is then padded. Documents end with `end_of_text`, if
     /// they are isolated.
     Padded { end_of_text: Option<u32> },
-    /// Whole examples, packed into rows.
+    /// Whole examples, packed into rows. The rows 2i and 2i + 1 of pairs are the two answers of pair i.
     Rows { examples: Arc<Examples>, rows: Arc<Vec<Vec<Range<u64>>>> },
 }
 
@@ -115,6 +115,14 @@ impl WindowSource {
         }
     }
 
+    /// Number of windows that stay together: 2 for pairs of answers, otherwise 1.
+    pub fn group(&self) -> u64 {
+        match &self.kind {
+            Kind::Rows { examples, .. } if examples.are_pairs() => 2,
+            _ => 1,
+        }
+    }
+
     /// Returns the start of adjacent window number `window`. Like the result of [`Self::visited`], this is a position
     /// or the index of a row.
     pub fn nth(&self, window: u64) -> u64 {
@@ -124,14 +132,14 @@ impl WindowSource {
         }
     }
 
-    /// Returns the start of the window of a visit: the position of its first token, or the index of its row of
-    /// examples. Visits are counted over the whole run.
+    /// Returns the start of the first window of the group of a visit ([`Self::group`]): the position of the window's
+    /// first token, or the index of its row of examples. Visits are counted over the whole run.
     pub fn visited(&self, visit: u128, seed: u64) -> u64 {
-        let windows = self.per_epoch();
+        let windows = self.per_epoch() / self.group();
         let (epoch, place) = ((visit / u128::from(windows)) as u64, (visit % u128::from(windows)) as u64);
         let key = mix(seed ^ mix(epoch));
         if let Kind::Rows { .. } = self.kind {
-            return Permutation::new(windows, key).at(place);
+            return self.group() * Permutation::new(windows, key).at(place);
         }
         let sequence = self.sequence as u64;
         let spare = self.length() - 1 - windows * sequence;

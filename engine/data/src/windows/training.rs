@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::{WindowSource, documents, fill, shares};
+use super::{ValidationWindows, WindowSource, documents, fill, shares};
 use crate::permutation::mix;
 use crate::{DataError, Permutation, Tokens};
 
@@ -89,9 +89,11 @@ impl TrainingWindows {
     /// start of the window in this part. In a stream of tokens, the start is the position of the window's first token.
     /// In examples, it is the index of the window's row.
     pub(super) fn start(&self, step: u64, index: usize) -> (&WindowSource, u64) {
-        let visit = u128::from(step) * self.batch as u128 + index as u128;
+        let window = u128::from(step) * self.batch as u128 + index as u128;
+        let group = u128::from(self.parts[0].0.group());
+        let (visit, at_group) = (window / group, (window % group) as u64);
         if let [(cut, _)] = &self.parts[..] {
-            return (cut, cut.visited(visit, self.seed));
+            return (cut, cut.visited(visit, self.seed) + at_group);
         }
         // In each period, a part has a fixed number of visits, in which it continues with its own next windows.
         let (round, at) = (visit / u128::from(MIXTURE_PERIOD), (visit % u128::from(MIXTURE_PERIOD)) as u64);
@@ -99,7 +101,19 @@ impl TrainingWindows {
         let part = self.parts.iter().find(|(_, places)| places.contains(&place));
         let (cut, places) = part.expect("the parts share all places");
         let own = u128::from(places.end - places.start);
-        (cut, cut.visited(round * own + u128::from(place - places.start), self.seed))
+        (cut, cut.visited(round * own + u128::from(place - places.start), self.seed) + at_group)
+    }
+
+    /// Returns all windows of examples, in the order of [`Self::index`].
+    pub fn all(&self) -> ValidationWindows {
+        ValidationWindows::all(self.parts.iter().map(|(cut, _)| cut.clone()).collect())
+    }
+
+    /// Returns the index in [`Self::all`] of window `index` of the batch of `step`, for windows of examples.
+    pub fn index(&self, step: u64, index: usize) -> usize {
+        let (cut, row) = self.start(step, index);
+        let earlier = self.parts.iter().take_while(|(part, _)| !std::ptr::eq(part, cut));
+        (earlier.map(|(part, _)| part.all()).sum::<u64>() + row) as usize
     }
 
     /// Writes windows `first..` of the batch of `step`, as many as the slices hold. These may be a micro-batch, or a

@@ -31,10 +31,21 @@ impl ValidationWindows {
         let shares = shares(&parts, count);
         let most = |cut: &WindowSource| usize::try_from(cut.all()).unwrap_or(usize::MAX);
         let with_count = |((cut, _), share): ((WindowSource, f64), usize)| {
-            let count = share.min(most(&cut));
+            // A group of windows stays together.
+            let group = cut.group() as usize;
+            let count = share.min(most(&cut)).next_multiple_of(group);
             (cut, count)
         };
         Ok(Self { parts: parts.into_iter().zip(shares).map(with_count).collect() })
+    }
+
+    /// Creates windows that are all windows of several parts.
+    pub(super) fn all(parts: Vec<WindowSource>) -> Self {
+        let with_count = |cut: WindowSource| {
+            let count = cut.all() as usize;
+            (cut, count)
+        };
+        Self { parts: parts.into_iter().map(with_count).collect() }
     }
 
     /// Number of windows.
@@ -58,7 +69,10 @@ impl ValidationWindows {
                 None => break (cut, *count),
             }
         };
-        let window = (index as u128 * u128::from(cut.all()) / count as u128) as u64;
+        let group = cut.group();
+        let (index, count) = (index as u64, count as u64);
+        let at = u128::from(index / group) * u128::from(cut.all() / group) / u128::from(count / group);
+        let window = group * at as u64 + index % group;
         (cut, cut.nth(window))
     }
 

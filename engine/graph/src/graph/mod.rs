@@ -21,6 +21,7 @@ use candle_core::{DType, Layout, Shape};
 use gapless_kernels::{LossTerms, Spec};
 
 use crate::error::{Error, Result};
+use crate::nn::Preference;
 use crate::optim::Optimizer;
 use crate::reference::layout_indices;
 
@@ -60,7 +61,22 @@ pub enum Sequences {
     },
 }
 
-/// A part of the training loss that each step reports separately.
+/// The evaluation of whole sequences in place of their tokens. The likelihood of a sequence is that of its targets with
+/// the weight 1.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum SequenceLoss {
+    /// The log-likelihood of each sequence is recorded ([`Graph::log_likelihoods`]). The loss does not change.
+    LogLikelihoods,
+    /// The loss is that of pairs: sequence 2i has the chosen answer of pair i, and sequence 2i + 1 the rejected one.
+    Pairs {
+        /// The loss of a pair.
+        preference: Preference,
+        /// The log-likelihood of each sequence under the reference model: f32 `[batch]`. `None` stands for zeros.
+        reference: Option<ValueId>,
+    },
+}
+
+/// A mean over the batch that each step reports in addition to its loss: a part of the loss, or a statistic of it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LossPart {
     /// −log p of the targets, without further terms. Reported only if the loss has further terms.
@@ -69,6 +85,14 @@ pub enum LossPart {
     Balance,
     /// The z-losses of the routers.
     RouterZ,
+    /// The rewards of chosen answers.
+    ChosenReward,
+    /// The rewards of rejected answers.
+    RejectedReward,
+    /// The differences of the two rewards of a pair.
+    RewardMargin,
+    /// 1 for each pair whose chosen answer has the higher reward, and 0 for each other pair.
+    RewardAccuracy,
 }
 
 /// A scalar that is a summand of a reported part of the loss.
@@ -108,6 +132,9 @@ pub struct Graph {
     loss_parts: Vec<ReportedLoss>,
     sequences: Sequences,
     loss_terms: LossTerms,
+    sequence_loss: Option<SequenceLoss>,
+    /// The log-likelihood of each sequence: f32 `[batch]`.
+    log_likelihoods: Option<ValueId>,
 }
 
 /// Locks the graph. A poisoned lock is ignored: after a panic in another thread, the graph may lack nodes, but it is
@@ -178,6 +205,26 @@ impl Graph {
     /// The terms that losses over a vocabulary have in addition to −log p of their targets.
     pub fn loss_terms(&self) -> LossTerms {
         self.loss_terms
+    }
+
+    /// Sets the evaluation of whole sequences for vocabulary losses that are recorded from now on.
+    pub fn set_sequence_loss(&mut self, loss: SequenceLoss) {
+        self.sequence_loss = Some(loss);
+    }
+
+    /// The evaluation of whole sequences; `None` if the loss is that of single tokens.
+    pub fn sequence_loss(&self) -> Option<SequenceLoss> {
+        self.sequence_loss
+    }
+
+    pub(crate) fn set_log_likelihoods(&mut self, id: ValueId) {
+        self.log_likelihoods = Some(id);
+    }
+
+    /// The log-likelihood of each sequence: f32 `[batch]`. `None` before a loss is recorded under
+    /// [`SequenceLoss::LogLikelihoods`].
+    pub fn log_likelihoods(&self) -> Option<ValueId> {
+        self.log_likelihoods
     }
 
     /// The relation between the tokens of each sequence.

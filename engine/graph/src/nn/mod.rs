@@ -10,6 +10,7 @@ pub mod loss;
 mod model;
 mod moe;
 pub mod ops;
+mod preference;
 pub mod rotary_emb;
 mod sequential;
 mod trainable;
@@ -28,6 +29,7 @@ pub use layers::{
 pub use model::Model;
 pub use moe::{Capacity, Choice, Exchange, Experts, LimitedActivation, Router, RouterConfig, Routing, Score};
 pub use ops::Dropout;
+pub use preference::{Answer, PairLoss, Preference, Rewards};
 pub use sequential::{Sequential, seq};
 pub use trainable::{Lora, Trainable, names};
 pub use var_builder::VarBuilder;

@@ -370,7 +370,8 @@ impl Tensor {
     /// stored.
     ///
     /// If documents are packed ([`Sequences`](crate::Sequences)), each loss is multiplied by the weight of its token.
-    /// In a training step, the loss also has the terms of `TrainOptions::loss`, and −log p is reported separately.
+    /// In a training step, the loss also has the terms of `TrainOptions::loss`, and −log p is reported separately. In
+    /// training on preferences, all results are the mean loss of the pairs ([`Preference`](crate::nn::Preference)).
     ///
     /// # Errors
     /// Returns an error if the shapes do not fit, or if documents are packed and there is not exactly one target per
@@ -385,7 +386,7 @@ impl Tensor {
             let logits = self.gather(&targets.unsqueeze(last)?, last)?.squeeze(last)?.to_dtype(DType::F32)?;
             weighted(lse.sub(&logits)?)?.report_loss(LossPart::Likelihood, &losses)?;
         }
-        weighted(losses)
+        weighted(losses)?.compared()
     }
 
     /// Negative log-likelihood of `targets` (u32, [..]) under the logits `self`·`weight`ᵀ, with one loss per target.
@@ -413,7 +414,8 @@ impl Tensor {
         let terms = self.loss_terms();
         let op = ops::LinearCrossEntropy::new(None).with_terms(terms).with_cap(cap);
         if terms == LossTerms::NONE {
-            return Self::apply_op::<1>(op, &inputs).map(|[losses]| losses);
+            let [losses] = Self::apply_op(op, &inputs)?;
+            return losses.compared();
         }
         let [losses, likelihoods] = Self::apply_op(op.with_likelihoods(), &inputs)?;
         likelihoods.report_loss(LossPart::Likelihood, &losses)?;

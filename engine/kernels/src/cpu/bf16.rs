@@ -28,7 +28,8 @@ pub fn rounded(x: f32) -> bf16 {
 #[inline(always)]
 pub fn round_in_place(row: &mut [f32]) {
     const LANES: usize = 16;
-    let (from, to) = (row.as_ptr(), row.as_mut_ptr().cast::<bf16>());
+    let from = row.as_mut_ptr();
+    let to = from.cast::<bf16>();
     let whole = row.len() - row.len() % LANES;
     // SAFETY: all addresses are within the row. Sixteen floats are read before the first of their places, which are
     // never behind them, is written.

@@ -5,10 +5,11 @@ const state = { view: null, hidden: new Set(), smoothing: null, log: false, map:
 
 const TITLES = {
   loss: "Loss", val_loss: "Validation loss", lr: "Learning rate", gradient_norm: "Gradient norm", tokens_per_second: "Tokens per second", seconds: "Time by part",
+  rewards: "Rewards of pairs", val_rewards: "Validation rewards of pairs",
 };
 const NOTES = { seconds: "in seconds, of a step or an evaluation", tokens_per_second: "mean since the run started or resumed", gradient_norm: "before clipping" };
 // Curves that are not smoothed: settings, and values that are means already.
-const STEADY = new Set(["lr", "val_loss", "tokens_per_second"]);
+const STEADY = new Set(["lr", "val_loss", "val_rewards", "tokens_per_second"]);
 const LOGARITHMIC = /loss|norm/;
 const DASHES = ["", "7 3", "2 3"];
 const color = (index) => `var(--c${index % 8})`;
