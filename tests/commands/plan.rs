@@ -542,7 +542,7 @@ fn offloading_takes_time() {
     // The share is that of the rank's time, and that of recomputation is relative to the other time.
     let (_, out, _) = ask("--batch 8 --planning 100000 --offload gelu");
     let share = 100.0 * ms(&offloaded, "offload_ms") / ms(&offloaded, "rank_ms");
-    let words = format!("({share:.2} % of the rank's time), during which nothing is computed");
+    let words = format!("({share:.2} % of the rank's time), because of its copies");
     assert!(out.contains(&words), "{words}: {out}");
     assert!(out.contains("recomputed: 0.00 % on top of the other time"), "{out}");
     let (_, out, _) = ask("--batch 8 --planning 100000 --curve 2");
