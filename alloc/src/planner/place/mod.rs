@@ -2,9 +2,7 @@
 //! separately from the rest of the problem.
 
 pub(crate) mod backtrack;
-mod leap;
-mod lots;
-mod open_stack;
+mod best_fit;
 pub(crate) mod portfolio;
 pub(crate) mod strips;
 pub(crate) mod sweep;
