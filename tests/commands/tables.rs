@@ -26,6 +26,7 @@ const GPU: Source = Printed("benches/gpu", "benches/gpu/main.rs");
 const PLAN: Source = Printed("gapless plan", "src/bin/gapless/plan/mod.rs");
 const STEP_MEMORY: Source = Printed("--test training step_memory", "tests/training/step_memory.rs");
 const PLANNER: Source = Printed("--bench planner", "alloc/benches/planner.rs");
+const HARD: Source = Printed("--bench hard", "alloc/benches/hard.rs");
 const ROUTING: Source =
     Compared("alloc/allocators/tests/arena_routing.rs", "reserves_less_than_a_block_more_than_the_best_of_the_others");
 
@@ -88,6 +89,7 @@ const TABLES: &[(&str, &str, Source)] = &[
     ("docs/planner.md", "| exit code", Stated("src/bin/gapless/plan/mod.rs")),
     ("docs/planner.md", "| instance | buffers", PLANNER),
     ("docs/planner.md", "| step | buffers", PLANNER),
+    ("docs/planner.md", "| table | buffers", HARD),
     ("docs/pytorch.md", "| loop | most requested", Printed("--example loops", "alloc/torch/examples/loops.rs")),
     ("docs/recompute.md", "| step | exact", Printed("gapless train run.toml", "src/bin/gapless/train.rs")),
     ("docs/recompute.md", "| model | batch", STEP_MEMORY),
