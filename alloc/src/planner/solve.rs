@@ -60,6 +60,8 @@ enum Method {
     Learning,
     /// Sweeps with backtracking.
     Backtracking,
+    /// Sweeps from open stacks.
+    OpenStacks,
     /// Repairs by guided ejection.
     Repair,
     /// A region of the arena for each size, followed by repairs.
@@ -86,7 +88,8 @@ const PASSES: [&[(u64, Method)]; 3] = [
 ];
 
 /// The first steps for a small part.
-const SMALL_STEPS: [(u64, Method); 3] = [(16, Method::LongFirst), (8, Method::Backtracking), (8, Method::Search)];
+const SMALL_STEPS: [(u64, Method); 4] =
+    [(16, Method::LongFirst), (2, Method::OpenStacks), (8, Method::Backtracking), (8, Method::Search)];
 
 /// The steps for a region that is planned alone.
 const REGION_STEPS: [(u64, Method); 5] =
@@ -220,6 +223,7 @@ impl<'p> Solver<'p> {
             Method::LongFirst => self.sweep_long_first(budget),
             Method::Learning => self.sweep_and_learn(budget),
             Method::Backtracking => self.backtrack_down(budget),
+            Method::OpenStacks => self.open_stacks(budget),
             Method::Repair => self.repair(budget),
             Method::Regions => self.plan_regions(budget),
             Method::Strips => self.plan_strips(budget),

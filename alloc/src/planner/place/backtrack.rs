@@ -9,6 +9,7 @@
 //! of the item and its neighbour, and with the bytes of the free range that the item does not use.
 
 use std::cmp::Reverse;
+use std::ops::Range;
 
 use rayon::prelude::*;
 
@@ -77,44 +78,60 @@ const WORK_PER_BIRTH: u64 = 4;
 impl Solver<'_> {
     /// Runs attempts until one of them ends at or below `ceiling` or the budget is spent. Returns true if an attempt
     /// ended there. A further call with the same ceiling continues with the attempt after the last one.
-    ///
-    /// The attempts run in waves, each in parallel and twice as large as the one before. If several attempts of a wave
-    /// succeed, the one with the lowest number counts, so that the result is the same on every machine.
     pub fn backtrack(&mut self, ceiling: u64, budget: &mut Budget) -> bool {
         let part = self.part;
-        let whole_way = part.items.len() as u64 * WORK_PER_ITEM;
-        if budget.left() < whole_way || !part.is_free() || part.bound > ceiling {
+        if budget.left() < part.items.len() as u64 * WORK_PER_ITEM || !part.is_free() || part.bound > ceiling {
             return false;
         }
         let peaks = part.fullest_cliques();
         let Some(&first) = peaks.first() else { return false };
         let small_below = self.small_below(first);
-        let (mut number, mut wave) = (self.attempts.get(&ceiling).copied().unwrap_or(0), WAVES.0);
-        loop {
+        let mut numbers = self.attempts.get(&ceiling).copied().unwrap_or(0)..u64::MAX;
+        let is_met = self.attempt(&mut numbers, WAVES, WORK_PER_ITEM, budget, |solver, number, budget| {
+            Attempt::new(solver, ceiling, &peaks, small_below, number).run(budget)
+        });
+        self.attempts.insert(ceiling, numbers.start);
+        is_met
+    }
+
+    /// Runs attempts by number, in waves that run in parallel, until an attempt finds offsets. Also ends when the
+    /// budget that is left for one more attempt is less than `work_per_item` for each item. Returns true if an attempt
+    /// succeeded. `numbers` then has the numbers after those of the last wave. If several attempts of a wave succeed,
+    /// the attempt with the lowest number counts, so that the result is the same on every machine. The pair has the
+    /// size of the first wave and the largest size; each wave is twice as large as the one before.
+    pub(super) fn attempt(
+        &mut self,
+        numbers: &mut Range<u64>,
+        (mut wave, most): (u64, u64),
+        work_per_item: u64,
+        budget: &mut Budget,
+        run: impl Fn(&Self, u64, &mut Budget) -> Option<Vec<u64>> + Sync,
+    ) -> bool {
+        let whole_way = self.part.items.len() as u64 * work_per_item;
+        while !numbers.is_empty() {
             // If the budget doesn't suffice for the whole wave, fewer attempts run, so that each of them can finish.
-            let here = wave.min(budget.left() / whole_way.max(1));
+            let here = wave.min(budget.left() / whole_way.max(1)).min(numbers.end - numbers.start);
             if here == 0 || budget.stopped().is_some() {
                 return false;
             }
             let share = budget.share(budget.left() / here);
             let solver: &Self = self;
-            let results: Vec<_> = (number..number + here)
+            let results: Vec<_> = (numbers.start..numbers.start + here)
                 .into_par_iter()
                 .map(|number| {
                     let mut share = share;
-                    let attempt = Attempt::new(solver, ceiling, &peaks, small_below, number);
-                    (attempt.run(&mut share), share.spent)
+                    (run(solver, number, &mut share), share.spent)
                 })
                 .collect();
             budget.spend(results.iter().map(|(_, spent)| spent).sum());
             self.placements += here;
-            (number, wave) = (number + here, (2 * wave).min(WAVES.1));
-            self.attempts.insert(ceiling, number);
+            (numbers.start, wave) = (numbers.start + here, (2 * wave).min(most));
             if let Some(offsets) = results.into_iter().find_map(|(offsets, _)| offsets) {
-                self.keep_if_lower(Some(part.placement(offsets)));
+                self.keep_if_lower(Some(self.part.placement(offsets)));
                 return true;
             }
         }
+        false
     }
 
     /// The size below which items count as small: all smaller items together take 1/[`SMALL_SHARE`] of the bound at
@@ -290,7 +307,7 @@ impl Scored<'_> {
 
 /// The base-2 logarithm of `n + 1` in sixteenths, interpolated linearly between powers of two. It is computed in
 /// integers, so that rounding is the same on every machine.
-fn sixteenths_of_doublings(n: u32) -> u64 {
+pub(super) fn sixteenths_of_doublings(n: u32) -> u64 {
     let n = u64::from(n) + 1;
     let power = n.ilog2();
     u64::from(16 * power) + (((n << 4) >> power) - 16)

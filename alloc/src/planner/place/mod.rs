@@ -3,6 +3,9 @@
 
 pub(crate) mod backtrack;
 mod best_fit;
+mod leap;
+mod lots;
+mod open_stack;
 pub(crate) mod portfolio;
 pub(crate) mod strips;
 pub(crate) mod sweep;

@@ -318,8 +318,8 @@ mod tests {
     }
 
     generated! {
-        /// Starts with all items on top of each other and lowers the ceiling several times. The result is always a plan, and never a higher
-        /// plan than before.
+        /// Starts with all items on top of each other and lowers the ceiling several times. The result is always a plan,
+        /// and never a higher plan than before.
         #[test]
         fn plans_remain_plans(
             rows in prop::collection::vec((0..12u32, 1..12u32, 1..9u64, any::<bool>()), 1..30),
