@@ -73,18 +73,18 @@ enum Method {
 }
 
 /// The steps after plain sweeps, in passes. The first pass settles most parts; later ones repeat its steps with more
-/// work. Each number is a divisor: with 64, the step may spend a 64th of the remaining work.
+/// work. Each number is a divisor: with 48, the step may spend a 48th of the remaining work.
 const PASSES: [&[(u64, Method)]; 3] = [
     &[
         (22, Method::Backtracking),
-        (64, Method::Repair),
+        (48, Method::Repair),
         (32, Method::Learning),
         (8, Method::Regions),
         (16, Method::LongFirst),
         (8, Method::Strips),
     ],
-    &[(8, Method::Repair), (8, Method::Backtracking), (8, Method::Learning)],
-    &[(4, Method::Repair), (4, Method::Backtracking), (1, Method::Repair)],
+    &[(3, Method::Repair), (4, Method::Backtracking)],
+    &[(1, Method::Repair)],
 ];
 
 /// The first steps for a small part.
@@ -206,13 +206,14 @@ impl<'p> Solver<'p> {
         }
     }
 
-    /// Runs all passes. If a pass does not lower the plan of a large part, the next one would not either.
+    /// Runs all passes. If a pass does not lower the plan of a large part, a repair with a third of the rest is the last
+    /// step, since the repair of a pass may have had too little work.
     fn run_passes(&mut self, budget: &mut Budget) {
         for steps in PASSES {
             let before = self.height();
             self.run(steps, budget);
             if self.part.items.len() > LARGE && self.height() == before {
-                return;
+                return self.run(&[(3, Method::Repair)], budget);
             }
         }
     }
