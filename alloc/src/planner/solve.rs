@@ -91,6 +91,22 @@ const PASSES: [&[(u64, Method)]; 3] = [
 const SMALL_STEPS: [(u64, Method); 4] =
     [(16, Method::LongFirst), (2, Method::OpenStacks), (8, Method::Backtracking), (8, Method::Search)];
 
+/// The steps for a small part after [`SMALL_STEPS`]. Many short repairs and sweeps find more here than a few long ones.
+const MORE_SMALL_STEPS: [(u64, Method); 12] = [
+    (22, Method::Backtracking),
+    (64, Method::Repair),
+    (32, Method::Learning),
+    (8, Method::Regions),
+    (16, Method::LongFirst),
+    (8, Method::Strips),
+    (8, Method::Repair),
+    (8, Method::Backtracking),
+    (8, Method::Learning),
+    (4, Method::Repair),
+    (4, Method::Backtracking),
+    (1, Method::Repair),
+];
+
 /// The steps for a region that is planned alone.
 const REGION_STEPS: [(u64, Method); 5] =
     [(1, Method::Sweeps), (2, Method::Search), (2, Method::Backtracking), (3, Method::LongFirst), (1, Method::Repair)];
@@ -240,7 +256,7 @@ impl<'p> Solver<'p> {
         self.run(&SMALL_STEPS, budget);
         // A small part keeps most of its work for searches.
         if self.proven <= self.goal.ceiling {
-            budget.within(budget.left() / SMALL_SHARE, |budget| self.run_passes(budget));
+            budget.within(budget.left() / SMALL_SHARE, |budget| self.run(&MORE_SMALL_STEPS, budget));
         }
         self.close_in(budget);
     }
