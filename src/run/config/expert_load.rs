@@ -74,7 +74,7 @@ impl RecordedLoad {
     }
 
     /// The number of tokens that chose each expert of the n-th layer in a step. Steps are repeated.
-    pub(crate) fn of_layer(&self, step: usize, layer: usize) -> &[u64] {
+    pub fn of_layer(&self, step: usize, layer: usize) -> &[u64] {
         let steps = self.steps();
         let found = steps.get(step % steps.len().max(1)).and_then(|step| step.get(layer));
         found.map_or(&[], Vec::as_slice)
