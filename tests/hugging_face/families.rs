@@ -138,6 +138,28 @@ fn compare(differences: impl Fn(&Family, &Path) -> Result<Option<String>, HfErro
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }
 
+/// Every family trains and generates on a GPU. Among them are all traits of decoders: sinks, rotary bases that grow,
+/// experts with biases, latent attention, windows.
+#[cfg(feature = "cuda")]
+#[test]
+fn each_family_has_gpu_kernels() {
+    use gapless::TrainError;
+    use gapless::engine::compile::Target;
+    use gapless::engine::compile::step::{RankPlan, boxed_build, compile_step};
+    use gapless::engine::runtime::Session;
+
+    compare(|family, path| {
+        let folder = Folder::open(path)?;
+        let generation = Some(Generation { batch: 1, window: Some(SEQUENCE), chunk: 4 });
+        let step = StepOptions { batch: 1, sequence: SEQUENCE, generation, ..StepOptions::default() };
+        let ranks = RankPlan::of(&step, 0).map_err(TrainError::from)?;
+        let build = boxed_build(|vb| folder.model(vb));
+        let (executable, _) = compile_step(&build, &step, &ranks, Target::Cuda).map_err(TrainError::from)?;
+        println!("{:<24} planned", family.name);
+        Ok(Session::launches(&executable).err().map(|error| error.to_string()))
+    });
+}
+
 #[test]
 fn each_family_has_the_losses_of_transformers() {
     compare(|family, path| {

@@ -31,7 +31,7 @@ pub enum Error {
     NoDeviceKernels { missing: Vec<crate::cuda::MissingKernel> },
     #[cfg(feature = "cuda")]
     #[error(transparent)]
-    Device(#[from] crate::cuda::DeviceError),
+    Device(crate::cuda::DeviceError),
     #[error("{name:?} takes {expected} elements, but {given} were given")]
     ElementCount { name: String, expected: usize, given: usize },
     #[error(
@@ -68,12 +68,20 @@ pub enum Error {
     Growth { instruction: String, needed: u64, source: Box<gapless_alloc::arena::Overflow> },
     #[error("internal error: {what}")]
     BadRun { what: String },
-    #[error("{what}: {source}; choose another folder to offload to, or offload less")]
+    #[error("{what}: {source}; choose another folder to offload to (memory.offload_to), or offload less")]
     Offload { what: String, source: std::io::Error },
     #[error(
         "cannot start worker threads: {0}; use fewer threads or ranks, or raise the limit of processes (ulimit -u) or of memory (ulimit -v)"
     )]
     Workers(#[from] rayon::ThreadPoolBuildError),
+}
+
+/// Errors of the offload file are the same as on the CPU.
+#[cfg(feature = "cuda")]
+impl From<crate::cuda::DeviceError> for Error {
+    fn from(error: crate::cuda::DeviceError) -> Self {
+        error.into_offload().map_or_else(Self::Device, |(what, source)| Self::Offload { what, source })
+    }
 }
 
 impl From<gapless_alloc::Error> for Error {

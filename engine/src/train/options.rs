@@ -123,7 +123,7 @@ impl TrainOptions {
     pub(super) fn check_for_gpu(&self) -> Result<()> {
         if self.poison {
             let why = format!("only the CPU has {}: {}", POISON.feature, POISON.why);
-            return Err(TrainError::config("device", why, "leave poison out, or use the CPU"));
+            return Err(TrainError::config("device", why, POISON.remedy));
         }
         Ok(())
     }

@@ -165,8 +165,9 @@ pub struct MemoryOptions {
     /// Operations whose saved results are stored in 8 bits per element. Operations have the names that profiles and
     /// memory maps show. The forward does not change; gradients are computed from the rounded activations.
     pub compress: Vec<String>,
-    /// Operations whose saved results are stored in a file between forward and backward. Offloading does not change the
-    /// results.
+    /// Operations whose saved results are stored in a file, or in the host memory of a GPU, between forward and backward.
+    /// On a CPU, offloading does not change the results. On a GPU, results can differ by rounding, because operations are
+    /// not fused around a copy.
     pub offload: Vec<String>,
     /// The folder of the offload file. It should be on a disk, because a folder in memory saves nothing. Each rank has
     /// a file of its own, which is deleted when the process ends. If it is missing, a CPU keeps the file in the working

@@ -16,8 +16,8 @@ use crate::reference::{Array, Reference};
 /// - Inputs: q [batch, heads, tokens, head size], the caches k [batch, key-value heads, window, head size] and v
 ///   [batch, key-value heads, window, value size], and `positions` u32 [batch, tokens], consecutive in each sequence.
 /// - Optional fifth input: sinks f32 `[heads]`, as in [`SinkAttention`](super::SinkAttention).
-/// - Output: [batch, tokens, heads, value size], bit-identical to the rows that [`Attention`] over the whole text gives
-///   for the new tokens.
+/// - Output: [batch, tokens, heads, value size]: the rows that [`Attention`] over the whole text gives for the new tokens,
+///   bit-identical on a CPU, and up to rounding on a GPU.
 ///
 /// A token at position p sees rows 0 to p of the cache. With a sliding window, it sees only the last of these rows.
 /// There is no gradient.

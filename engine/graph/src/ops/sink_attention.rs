@@ -75,7 +75,8 @@ impl Op for SinkAttention {
         }
     }
     fn cuda(&self, operands: &gapless_kernels::cuda::Operands<'_>) -> Option<Vec<gapless_kernels::cuda::Launch>> {
-        gapless_kernels::cuda::launch::copy(operands)
+        let y = &operands.inputs[..1];
+        gapless_kernels::cuda::launch::copy(&gapless_kernels::cuda::Operands { inputs: y, ..*operands })
     }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {

@@ -50,7 +50,7 @@ macro_rules! families {
             /// ([`SLOT`](super::launch::SLOT)).
             pub fn reads_slots(self) -> bool {
                 match self {
-                    Self::Generated(generated) => generated.text.contains("placed("),
+                    Self::Generated(generated) => calls(&generated.text, "placed"),
                     _ => matches!(self, Self::Experts | Self::Grouped | Self::GroupedTensorCores),
                 }
             }
@@ -105,6 +105,13 @@ families! {
     Softmax = "softmax.cu",
 }
 
+/// True if a text calls a function of exactly this name.
+fn calls(text: &str, name: &str) -> bool {
+    let continues_name = |before: char| before.is_ascii_alphanumeric() || before == '_';
+    text.match_indices(name)
+        .any(|(at, _)| text[at + name.len()..].starts_with('(') && !text[..at].ends_with(continues_name))
+}
+
 /// A source that was generated for a program, or brought by an operation.
 #[derive(Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Generated {
@@ -142,3 +149,17 @@ pub const HEADERS: &[(&str, &str)] = &[
     ("tensor_cores.cuh", include_str!("kernels/tensor_cores.cuh")),
     ("warpgroup.cuh", include_str!("kernels/warpgroup.cuh")),
 ];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_sources_that_call_placed_read_slots() {
+        let reads = |text: &str| Family::of_text("own.cu", text).reads_slots();
+        assert!(reads("const f32* x = placed(to.x);") && reads("load(placed((const f32*)to.x) + i)"));
+        for other in ["replaced(x)", "un_placed(x)", "placed_at(x)", "2placed(x)", "placed"] {
+            assert!(!reads(other), "{other}");
+        }
+    }
+}

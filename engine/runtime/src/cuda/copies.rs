@@ -12,6 +12,7 @@ use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use cudarc::driver::{result, sys};
+use gapless_alloc::draw::Bytes;
 use gapless_kernels::cuda::HostCopy;
 
 use super::context::Context;
@@ -77,14 +78,14 @@ impl Copies {
         let file = folder.map(file).transpose()?;
         let needed = if file.is_some() { largest } else { bytes };
         // Without this check, the operating system might end the process when the memory is first used.
+        let too_little = |why| DeviceError::HostMemory { needed, why };
         if let Some((available, _)) = available_memory().filter(|&(available, _)| available < needed) {
-            let what =
-                format!("offloaded activations need {needed} bytes of host memory, and {available} are available");
-            return Err(DeviceError::Offload { what, source: io::ErrorKind::OutOfMemory.into() });
+            return Err(too_little(format!("{} ({available} bytes) are available", Bytes(available))));
         }
         let (stream, start) = (Stream::new(context, device)?, Event::new(device)?);
         // SAFETY: the context is current.
-        let memory = unsafe { result::malloc_host(needed.max(1) as usize, 0) }.named(device, "cuMemHostAlloc")?.cast();
+        let memory = unsafe { result::malloc_host(needed.max(1) as usize, 0) };
+        let memory = memory.map_err(|error| too_little(format!("cuMemHostAlloc failed on {device}: {error}")))?.cast();
         tracing::info!(bytes = needed, file = ?folder, "pinned host memory reserved for offloaded activations");
         let (ends, under_way, in_file) = (HashMap::new(), Vec::new(), HashMap::new());
         Ok(Self { stream, start, ends, under_way, memory, file, in_file, context, device: device.into() })
@@ -147,6 +148,12 @@ impl Copies {
         self.under_way.last().copied().map_or(Ok(()), |last| self.end(last, main))
     }
 
+    /// Waits for all copies and forgets them, after an error on the main stream.
+    pub fn abandon(&mut self) -> Result<(), DeviceError> {
+        self.under_way.clear();
+        self.stream.synchronize()
+    }
+
     /// Returns the error of the file if a copy has failed since the last call.
     pub fn check(&self) -> Result<(), DeviceError> {
         let failed = self.file.as_ref().and_then(|file| lock(&file.failed).take());
@@ -165,19 +172,24 @@ impl Copies {
     }
 }
 
-/// Copies between host memory and the file. The driver calls this function on a thread of its own.
+/// Copies between host memory and the file. The driver calls this function on a thread of its own. It cannot stop the
+/// graph, so after the first error, every activation that is copied back is NaN. The gradients' norm is then NaN as well,
+/// and the update changes nothing.
 unsafe extern "C" fn copy_in_file(argument: *mut c_void) {
     // SAFETY: `use_file` passes this type. Nothing changes it.
     let InFile { file, memory, copy } = unsafe { &*argument.cast_const().cast::<InFile>() };
-    let mut failed = lock(&file.failed);
-    if failed.is_some() {
-        return;
-    }
     // SAFETY: the memory has room for the largest copy, and work on the stream uses it one after another.
     let bytes = unsafe { std::slice::from_raw_parts_mut(*memory, copy.bytes as usize) };
-    let mut file = lock(&file.file);
-    let copied = if copy.to_host { file.write(copy.offset, bytes) } else { file.read(copy.offset, bytes) };
-    *failed = copied.err();
+    let mut failed = lock(&file.failed);
+    if failed.is_none() {
+        let mut file = lock(&file.file);
+        let copied = if copy.to_host { file.write(copy.offset, bytes) } else { file.read(copy.offset, bytes) };
+        *failed = copied.err();
+    }
+    if failed.is_some() && !copy.to_host {
+        // These bytes are NaN in every float type. A trainer does not offload other types to a file on a GPU.
+        bytes.fill(0xff);
+    }
 }
 
 fn lock<T>(of: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
@@ -190,5 +202,41 @@ impl Drop for Copies {
         let waited = self.context.enter(&self.device).and_then(|()| self.stream.synchronize());
         // SAFETY: no work uses the memory any more.
         let _ = waited.map(|()| unsafe { result::free_host(self.memory.cast()) });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Runs copies of 8 bytes, given their offsets in a file of 16 bytes and whether they are to the host. Returns the
+    /// memory after each, and the error.
+    fn run(copies: &[(u64, bool)]) -> (Vec<[u8; 8]>, Option<io::Error>) {
+        let folder = tempfile::tempdir().unwrap();
+        let file = Mutex::new(OffloadFile::of_bytes(folder.path(), 16).unwrap());
+        let file = Arc::new(SharedFile { file, failed: Mutex::default() });
+        let after = copies.iter().zip(1..).map(|(&(offset, to_host), value)| {
+            let mut memory = [value; 8];
+            let copy = HostCopy { index: 0, address: 0, offset, bytes: 8, to_host };
+            let mut argument = InFile { file: file.clone(), memory: memory.as_mut_ptr(), copy };
+            // SAFETY: the argument and its memory live until the call returns.
+            unsafe { copy_in_file((&raw mut argument).cast()) };
+            memory
+        });
+        let after = after.collect();
+        (after, lock(&file.failed).take())
+    }
+
+    #[test]
+    fn activations_are_nan_once_a_copy_in_the_file_has_failed() {
+        let (after, error) = run(&[(0, true), (8, true), (0, false), (8, false)]);
+        assert!(error.is_none() && after[2..] == [[1; 8], [2; 8]], "{after:?}");
+        // No file has bytes at such an offset.
+        for to_host in [true, false] {
+            let (after, error) = run(&[(0, true), (0, false), (u64::MAX - 8, to_host), (0, false)]);
+            assert!(error.is_some());
+            assert_eq!([after[1], after[3]], [[1; 8], [0xff; 8]]);
+            assert_eq!(after[2], if to_host { [3; 8] } else { [0xff; 8] });
+        }
     }
 }

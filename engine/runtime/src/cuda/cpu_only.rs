@@ -19,11 +19,11 @@ pub struct CpuOnly {
     pub remedy: &'static str,
 }
 
-/// Poison mode, which the options of a trainer refuse.
+/// Poison mode, which the options of a trainer refuse on a GPU.
 pub const POISON: CpuOnly = CpuOnly {
     feature: "poison mode",
     why: "it tests the CPU's kernels; for GPU kernels, the simulated device fills memory with NaN in tests",
-    remedy: "leave poison out",
+    remedy: "leave poison out, or use the CPU",
 };
 
 /// Every feature that only the CPU has.

@@ -44,7 +44,8 @@ pub trait Device: Debug + Send {
     /// called once.
     ///
     /// # Errors
-    /// Returns [`DeviceError::Offload`] if the file cannot be created, or the driver's error.
+    /// Returns [`DeviceError::Offload`] if the file cannot be created, [`DeviceError::HostMemory`] if the host has too
+    /// little memory, or the driver's error.
     fn reserve_host(&mut self, _bytes: u64, _largest: u64) -> Result<(), DeviceError> {
         let what = "it has no memory for offloaded activations".into();
         Err(DeviceError::Driver { device: self.name(), call: "reserving host memory".into(), what })
@@ -109,7 +110,8 @@ pub trait Device: Debug + Send {
     ///
     /// # Errors
     /// Returns the driver's error, including an error of any work that was started before. Returns
-    /// [`DeviceError::Offload`] if a copy to or from the offload file has failed.
+    /// [`DeviceError::Offload`] if a copy to or from the offload file has failed. All activations that were copied back
+    /// after the failure are NaN.
     fn wait(&mut self) -> Result<(), DeviceError>;
 
     /// Returns an id that differs from those of all other devices of the host. If ranks cannot exchange tensors
@@ -236,6 +238,12 @@ pub enum DeviceError {
     Kernel(Box<KernelError>),
     #[error("{call} failed on {device}: {what}")]
     Driver { device: String, call: String, what: String },
+    #[error(
+        "offloaded activations need {} ({needed} bytes) of pinned host memory: {why}; name a folder for a file instead \
+         (memory.offload_to), or offload less",
+        Bytes(*needed)
+    )]
+    HostMemory { needed: u64, why: String },
     #[error("{what}: {source}; choose another folder (memory.offload_to), or offload less")]
     Offload { what: String, source: std::io::Error },
     /// An error of one operation, with its name, layer and micro-batch.
@@ -253,6 +261,18 @@ impl DeviceError {
             }
             Self::During { source, .. } => source.is_absence(),
             _ => false,
+        }
+    }
+
+    /// Returns what failed and why for an error of the offload file, and any other error unchanged.
+    pub(crate) fn into_offload(self) -> Result<(String, std::io::Error), Self> {
+        match self {
+            Self::Offload { what, source } => Ok((what, source)),
+            Self::During { what_for, source } => match source.into_offload() {
+                Ok((what, source)) => Ok((format!("{what_for}: {what}"), source)),
+                Err(error) => Err(error.during(&what_for)),
+            },
+            error => Err(error),
         }
     }
 

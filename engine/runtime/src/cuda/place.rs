@@ -5,6 +5,7 @@
 //!   such as send a message.
 //! - Never: a call of the device.
 
+use std::collections::HashSet;
 use std::ops::Range;
 
 use gapless_compile::internal::{CompiledProgram, Instruction};
@@ -52,6 +53,15 @@ pub(super) fn specs(addresses: &[Address]) -> Vec<Spec> {
 /// Returns the index of a copy of an offloaded activation to or from the host.
 fn index_of(id: OffloadId, to_host: bool) -> u32 {
     2 * id.index() as u32 + u32::from(!to_host)
+}
+
+/// Returns the index of the copy that an instruction waits for.
+fn awaited_copy(instruction: &Instruction) -> Option<u32> {
+    match instruction.kind {
+        InstrKind::Offloaded(id) => Some(index_of(id, true)),
+        InstrKind::Fetched(id) => Some(index_of(id, false)),
+        _ => None,
+    }
 }
 
 /// The addresses at which a program runs, and the indices of this rank's micro-batches.
@@ -116,12 +126,14 @@ impl Place {
         are_one: impl Fn(&Instruction, &Instruction) -> bool,
     ) -> Vec<Part<Launches>> {
         let mut parts: Vec<Part<Launches>> = Vec::new();
+        let awaited: HashSet<u32> = program.instructions.iter().filter_map(awaited_copy).collect();
         for (index, instruction) in program.instructions.iter().enumerate() {
             let launches = match instruction.kind {
-                InstrKind::Offload(id) => Some(vec![self.copy(program, id, &instruction.inputs[0], true)]),
-                InstrKind::Fetch(id) => Some(vec![self.copy(program, id, &instruction.outputs[0], false)]),
-                InstrKind::Offloaded(id) => Some(vec![Launch::CopyEnd(index_of(id, true))]),
-                InstrKind::Fetched(id) => Some(vec![Launch::CopyEnd(index_of(id, false))]),
+                InstrKind::Offload(id) => Some(self.copy(program, id, &instruction.inputs[0], true, &awaited)),
+                InstrKind::Fetch(id) => Some(self.copy(program, id, &instruction.outputs[0], false, &awaited)),
+                InstrKind::Offloaded(_) | InstrKind::Fetched(_) => {
+                    Some(awaited_copy(instruction).map(Launch::CopyEnd).into_iter().collect())
+                }
                 InstrKind::Vote(_) | InstrKind::ApplyVote(_) => None,
                 _ if instruction.is_exchange() => None,
                 _ => match self.of(instruction) {
@@ -150,15 +162,26 @@ impl Place {
         parts
     }
 
-    /// Returns the copy of an offloaded activation.
-    fn copy(&self, program: &CompiledProgram, id: OffloadId, of: &Address, to_host: bool) -> Launch {
-        Launch::Copy(HostCopy {
-            index: index_of(id, to_host),
+    /// Returns the copy of an offloaded activation. If the program does not wait for the copy (`awaited`), it ends where it
+    /// starts, as on the CPU.
+    fn copy(
+        &self,
+        program: &CompiledProgram,
+        id: OffloadId,
+        of: &Address,
+        to_host: bool,
+        awaited: &HashSet<u32>,
+    ) -> Vec<Launch> {
+        let index = index_of(id, to_host);
+        let copy = Launch::Copy(HostCopy {
+            index,
             address: self.base + of.offset,
             offset: program.host[id.index()],
             bytes: (of.span * of.dtype.size_in_bytes()) as u64,
             to_host,
-        })
+        });
+        let end = (!awaited.contains(&index)).then_some(Launch::CopyEnd(index));
+        [copy].into_iter().chain(end).collect()
     }
 
     /// Returns the launches of an instruction. Returns `None` if it has no kernels, if its scratch is smaller than

@@ -93,6 +93,9 @@ impl Run<'_> {
     /// Adds the program's name to an error of a recorded program. The driver does not say which of the launches has
     /// failed.
     pub fn at_once(&self, error: DeviceError) -> DeviceError {
+        if matches!(error, DeviceError::Offload { .. }) {
+            return error.during(&self.program.name);
+        }
         error.during(&format!("{}, one of its kernels (find it with compute-sanitizer)", self.program.name))
     }
 

@@ -7,6 +7,7 @@ use super::judge::check;
 use crate::Tensor;
 use crate::cuda::launch::{Scores, attention, attention_grad};
 use crate::cuda::{Features, Launch, Operand, Operands, Random};
+use crate::graph::{Sequences, lock};
 use crate::ops::Attention;
 
 /// Names of the kernels for 2 × 3 heads, forward and backward, with their blocks and shared memory. Operands begin `behind` bytes after
@@ -110,6 +111,26 @@ fn forward_and_backward() {
                 Ok(out)
             });
         }
+    }
+}
+
+/// Sinks, with whole sequences and with packed documents, over strided heads and values of another size.
+#[test]
+fn sinks_take_part_in_the_softmax() {
+    for (is_packed, of_v) in [(false, 8), (true, 6)] {
+        let starts: &[(&[usize], &[u32])] = &[(&[2, 9], &[0, 0, 0, 3, 3, 3, 3, 7, 7, 0, 0, 2, 2, 2, 2, 2, 2, 8])];
+        let ids = if is_packed { starts } else { &[] };
+        let shapes: [&[usize]; 4] = [&[2, 9, 4, 8], &[2, 9, 2, 8], &[2, 9, 2, of_v], &[4]];
+        check(&["attention", "sink_attention", "attention_grad"], &shapes, ids, |x, ids| {
+            let [q, k, v] = [x[0].transpose(1, 2)?, x[1].transpose(1, 2)?, x[2].transpose(1, 2)?];
+            if is_packed {
+                let id = ids[0].id();
+                // Attention reads only the starts.
+                let sequences = Sequences::Packed { document_starts: id, positions: id, weights: id, routed: id };
+                lock(x[0].graph()).set_sequences(sequences);
+            }
+            q.attend_with_sinks(&k, &v, &x[3], Attention::causal(0.3))
+        });
     }
 }
 

@@ -2,6 +2,7 @@
 
 use std::ops::ControlFlow;
 
+use candle_core::DType;
 use gapless_testing::few;
 
 use super::host;
@@ -45,6 +46,21 @@ fn caches_are_written_and_read() {
             let inputs = [&x[0].transpose(1, 2)?, &x[1], &x[2].transpose(1, 2)?, &p[0]];
             Tensor::apply_op(CachedAttention(how), &inputs).map(|[y]| y)
         });
+    }
+    // A sink for each head, with one split of the keys and with several.
+    let with_sinks: [(Attention, [usize; 5], &[u32]); 3] =
+        [(causal, [2, 4, 2, 3, 9], &[8, 2]), (near, [1, 2, 2, 1, 5], &[3]), (causal, [2, 2, 2, 1, 300], &[299, 0])];
+    for (how, [batch, heads, kv_heads, queries, keys], last) in with_sinks {
+        let positions: Vec<u32> = last.iter().flat_map(|&last| last + 1 - queries as u32..=last).collect();
+        let cache = [batch, kv_heads, keys, 8];
+        check_forward(
+            &[&[batch, heads, queries, 8], &cache, &cache, &[heads]],
+            &[(&[batch, queries], &positions)],
+            |x, p| {
+                let sinks = x[3].to_dtype(DType::F32)?;
+                Tensor::apply_op(CachedAttention(how), &[&x[0], &x[1], &x[2], &p[0], &sinks]).map(|[y]| y)
+            },
+        );
     }
 }
 

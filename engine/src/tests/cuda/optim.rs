@@ -199,7 +199,7 @@ fn info(dims: &[usize]) -> ParameterInfo<'_> {
 }
 
 /// Checks an optimizer's update of a parameter, given (parameter, gradient) and the norm of all gradients. States are
-/// random, and codes are 0. If the norm is not finite, nothing may change.
+/// random. If the norm is not finite, nothing may change.
 fn judge_update(rule: &dyn Optimizer, name: &str, of: [Array; 2], norm: f64, info: ParameterInfo<'_>) {
     let graph = Arc::new(Mutex::new(Graph::default()));
     let mut given = HashMap::new();
@@ -215,6 +215,7 @@ fn judge_update(rule: &dyn Optimizer, name: &str, of: [Array; 2], norm: f64, inf
     let [parameter, gradient] = of;
     let parameter = add("parameter", &parameter, info.dtype, true);
     let gradient = add("gradient", &gradient, rule.sum_dtype(&info), true);
+    let has_master = info.masters && rule.states(&info).iter().any(|state| state.name == "master");
     let states = rule.states(&info).into_iter().zip(3..).map(|(state, seed)| {
         let random = random_array(state.spec.dims(), seed);
         let array = match state.name {
@@ -223,7 +224,7 @@ fn judge_update(rule: &dyn Optimizer, name: &str, of: [Array; 2], norm: f64, inf
                 let width = state.spec.dims()[1];
                 Array::new(&random.dims, random.data.iter().map(|x| x / (width as f64).sqrt()).collect())
             }
-            _ if state.spec.dtype == DType::U8 => random.map(|_| 0.0),
+            _ if state.spec.dtype == DType::U8 => codes(&random),
             name if name.ends_with("sq") || name.ends_with("scale") => random.map(|x| x * x),
             _ => random,
         };
@@ -249,7 +250,8 @@ fn judge_update(rule: &dyn Optimizer, name: &str, of: [Array; 2], norm: f64, inf
         let stored = |(seed, spec): (u64, &Spec)| match spec.dims() {
             [] => Stored { data: vec![f64::NAN], layout: Layout::contiguous(()), dtype: DType::F32 },
             dims => {
-                let data = random_array(dims, seed).map(|x| if spec.dtype == DType::U8 { 0.0 } else { x * x }).data;
+                let random = random_array(dims, seed);
+                let data = if spec.dtype == DType::U8 { codes(&random) } else { random.map(|x| x * x) }.data;
                 Stored { data, layout: Layout::contiguous(dims), dtype: spec.dtype }.rounded()
             }
         };
@@ -257,10 +259,15 @@ fn judge_update(rule: &dyn Optimizer, name: &str, of: [Array; 2], norm: f64, inf
         let got = super::judge::outputs(&*node.op, &inputs, &outputs, Stream::new(1, 1, 0));
         for &(input, output) in node.op.mutates() {
             // A parameter with a master becomes the rounded master, which is its own value in training.
-            let has_master = output == 0 && inputs[input].dtype != outputs[outputs.len() - 1].dtype;
+            let has_master = output == 0 && has_master;
             assert!(has_master || got[output] == inputs[input].data, "{name}: a step that is skipped changes {output}");
         }
     }
+}
+
+/// Returns 8-bit codes, none of which is 0, from random elements.
+fn codes(random: &Array) -> Array {
+    random.map(|x| (1.0 + 60.0 * x.abs()).round().min(255.0))
 }
 
 fn squares(x: &[f64]) -> Vec<f64> {

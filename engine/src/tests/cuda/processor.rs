@@ -1,10 +1,20 @@
 //! A device simulated on the host: its memory is host memory, and launches run on the CPU.
 
+use std::io;
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::{gpu, host};
 use crate::cuda::{Describe, Device, DeviceError, DeviceMemory, Features, HostCopy, Launch, Recording};
+
+/// A file that fails.
+#[derive(Debug)]
+struct File {
+    /// Number of copies that succeed before one fails.
+    good: Arc<AtomicUsize>,
+    has_failed: bool,
+}
 
 /// A device simulated on the host.
 #[derive(Debug, Default)]
@@ -14,6 +24,8 @@ pub struct Processor {
     /// Host memory for offloaded activations, and the copies that have not ended, in order.
     host: Vec<u8>,
     under_way: Vec<HostCopy>,
+    /// The file for offloaded activations, if it can fail.
+    file: Option<File>,
     /// True if the device has no algorithms for products with epilogues.
     has_no_epilogues: bool,
     /// True if blocks and threads run in descending order.
@@ -29,6 +41,11 @@ impl Processor {
     /// Creates a device that runs a product's epilogue as a separate kernel.
     pub fn without_epilogues() -> Self {
         Self { has_no_epilogues: true, ..Self::default() }
+    }
+
+    /// Creates a device whose file for offloaded activations fails after this number of copies.
+    pub fn with_file(good: Arc<AtomicUsize>) -> Self {
+        Self { file: Some(File { good, has_failed: false }), ..Self::default() }
     }
 
     /// Creates a device whose blocks and threads run in descending order.
@@ -67,6 +84,14 @@ impl Processor {
     /// Makes the first copies, as late as possible.
     fn end_copies(&mut self, count: usize) {
         for copy in self.under_way.drain(..count).collect::<Vec<_>>() {
+            if let Some(file) = &mut self.file {
+                let left = |good: usize| good.checked_sub(1);
+                file.has_failed |= file.good.fetch_update(Ordering::Relaxed, Ordering::Relaxed, left).is_err();
+                if file.has_failed {
+                    // What is copied back is NaN, as it has been since the copy began.
+                    continue;
+                }
+            }
             let mut host = std::mem::take(&mut self.host);
             let bytes = &mut host[copy.offset as usize..][..copy.bytes as usize];
             let copied = if copy.to_host { self.read(copy.address, bytes) } else { self.write(copy.address, bytes) };
@@ -150,7 +175,9 @@ impl Device for Processor {
     }
 
     fn wait(&mut self) -> Result<(), DeviceError> {
-        Ok(())
+        let has_failed = self.file.as_mut().is_some_and(|file| std::mem::take(&mut file.has_failed));
+        let error = || DeviceError::Offload { what: "a copy".into(), source: io::ErrorKind::StorageFull.into() };
+        if has_failed { Err(error()) } else { Ok(()) }
     }
 
     fn memory(&self) -> Result<DeviceMemory, DeviceError> {

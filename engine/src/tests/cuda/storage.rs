@@ -1,16 +1,22 @@
 //! Activations that are compressed, or offloaded to the host, between forward and backward.
 
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
 use candle_core::{DType, Layout};
 use gapless_graph::Stream;
 
 use super::host;
 use super::judge::{Stored, judge};
-use super::processor::device;
+use super::processor::{Processor, device};
 use super::small::{Small, Style};
-use super::trainer::{expect_near, options, step};
+use super::trainer::{expect_near, numbers, options, step};
+use crate::cuda::Launch;
 use crate::graph::Spec;
 use crate::ops::{Compress, Expand, packed};
-use crate::{MemoryOptions, Op, StepOptions, TrainOptions, Trainer};
+use crate::runtime::{Error as RuntimeError, Session};
+use crate::{MemoryOptions, Op, StepOptions, TrainError, TrainOptions, Trainer};
 
 /// Elements of a group that are whole multiples of the group's step have exact codes, whatever the order of rounding.
 #[test]
@@ -55,6 +61,66 @@ fn trainer(change: impl FnOnce(&mut MemoryOptions), is_on_device: bool) -> Train
     let options = TrainOptions { step: StepOptions { micro_batches: 2, memory, ..options().step }, ..options() };
     let builder = Trainer::builder(|vb| Small::new(Style::Gpt, vb), options);
     if is_on_device { builder.on_device(device()) } else { builder }.build().unwrap()
+}
+
+/// A step whose offload file fails is skipped: the error names the file, and the trainer is as before the step.
+#[test]
+fn a_step_whose_file_fails_changes_nothing() {
+    if !host::is_there() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let memory = MemoryOptions {
+        offload: names(&["linear", "attention"]),
+        offload_to: Some(folder.path().into()),
+        ..MemoryOptions::default()
+    };
+    let options = TrainOptions { step: StepOptions { micro_batches: 2, memory, ..options().step }, ..options() };
+    let trainer = |good: &Arc<AtomicUsize>| {
+        let builder = Trainer::builder(|vb| Small::new(Style::Gpt, vb), options.clone());
+        builder.on_device(Box::new(Processor::with_file(good.clone()))).build().unwrap()
+    };
+    let [always, good] = [usize::MAX, usize::MAX].map(|good| Arc::new(AtomicUsize::new(good)));
+    let (mut reference, mut failing) = (trainer(&always), trainer(&good));
+    let expect_same = |reference: &Trainer, failing: &Trainer| {
+        assert_eq!(reference.steps(), failing.steps());
+        for tensor in reference.session.executable().persistent() {
+            let name = &tensor.label.tensor;
+            let [expected, got] = [reference, failing].map(|trainer| numbers(&trainer.session.tensor(name).unwrap()));
+            assert_eq!(expected, got, "{name}");
+        }
+    };
+    // The number of copies of a step is that of the launches that start one.
+    let launches = Session::launches(failing.session.executable()).unwrap();
+    let copies = launches.iter().filter(|launch| matches!(launch, Launch::Copy(_))).count();
+    for left in [copies - 1, 0, copies / 2] {
+        assert_eq!(step(&mut reference).unwrap(), step(&mut failing).unwrap());
+        good.store(left, Ordering::Relaxed);
+        let error = step(&mut failing).unwrap_err();
+        assert!(matches!(error, TrainError::Runtime(RuntimeError::Offload { .. })), "{error}");
+        assert!(error.to_string().contains("memory.offload_to"), "{error}");
+        good.store(usize::MAX, Ordering::Relaxed);
+        expect_same(&reference, &failing);
+    }
+    assert_eq!(step(&mut reference).unwrap(), step(&mut failing).unwrap());
+    expect_same(&reference, &failing);
+}
+
+/// Integers have no NaN that would make a failure skip the step, so a GPU does not offload them to a file.
+#[test]
+fn integers_are_not_offloaded_to_a_file() {
+    let folder = tempfile::tempdir().unwrap();
+    let all = super::mixture::mixtures();
+    let (_, is_shared, router) = &all[0];
+    let refused = |offload_to: Option<PathBuf>| {
+        let memory = MemoryOptions { offload: names(&["route"]), offload_to, ..MemoryOptions::default() };
+        let options = TrainOptions { step: StepOptions { memory, ..options().step }, ..options() };
+        let builder = Trainer::builder(|vb| super::mixture::Mixture::new(router, *is_shared, vb), options);
+        builder.on_device(Box::<Processor>::default()).build().err().map(|error| error.to_string())
+    };
+    assert_eq!(refused(None), None);
+    let error = refused(Some(folder.path().into())).unwrap();
+    assert!(error.contains("memory.offload_to") && error.contains("route"), "{error}");
 }
 
 fn names(all: &[&str]) -> Vec<String> {

@@ -34,6 +34,8 @@ struct CachedAttentionArguments {
     AttentionArguments attention;
     // The position of each query, [batch][queries].
     const u32* positions;
+    // A score per head that takes part in the softmax but has no value; null without sinks.
+    const f32* sinks;
     // [batch][key heads][rows][splits][2 + value size], with the maximum and the sum of the exponentials first. Unused if
     // there is one split.
     f32* parts;
@@ -158,7 +160,8 @@ __device__ __forceinline__ void cached_attention_of(const CachedAttentionArgumen
     const u32 stored = rows - first < ROWS ? rows - first : ROWS;
     const auto store_row = [&](u32 r, u32 element, const RowPart& part) {
         const u32 query = (first + r) / group, head = kv_head * group + (first + r) % group;
-        store((T*)to.out + to.at_out.at(batch, head) + query * to.at_out.token + element, part.out / part.sum);
+        const f32 sum = part.sum + (all.sinks ? expf(all.sinks[head] - part.max) : 0.0f);
+        store((T*)to.out + to.at_out.at(batch, head) + query * to.at_out.token + element, part.out / sum);
     };
     f32* const parts = all.parts + u64(blockIdx.z) * rows * all.splits * (2 + of_v);
     const auto part_of = [&](u32 r, u32 split) { return parts + (u64(first + r) * all.splits + split) * (2 + of_v); };

@@ -45,6 +45,8 @@ pub fn cache_write(operands: &Operands<'_>) -> Option<Vec<Launch>> {
 struct CachedAttentionArguments {
     attention: AttentionArguments,
     positions: u64,
+    /// The sink of each head, f32; 0 without sinks.
+    sinks: u64,
     parts: u64,
     tickets: u64,
     splits: u32,
@@ -93,9 +95,15 @@ pub fn cached_attention_workspace(inputs: &[Spec]) -> Vec<u64> {
     parts.map(bytes).into_iter().collect()
 }
 
-/// Returns the launch that computes attention over caches, from (q, keys, values, positions).
+/// Returns the launch that computes attention over caches, from (q, keys, values, positions) and, optionally, the sinks
+/// (f32) of the heads.
 pub fn cached_attention(of: Scores, operands: &Operands<'_>) -> Option<Vec<Launch>> {
-    let ([q, k, v, positions], [out]) = (operands.inputs, operands.outputs) else { return None };
+    let ([q, k, v, positions, sinks @ ..], [out]) = (operands.inputs, operands.outputs) else { return None };
+    let sinks = match sinks {
+        [] => 0,
+        [sinks] if sinks.dtype == DType::F32 && sinks.layout.is_contiguous() => sinks.address,
+        _ => return None,
+    };
     let attention = AttentionArguments { out: out.address, ..AttentionArguments::new(of, [q, k, v], None)? };
     let Division { rows, blocks, splits } = Division::of(q.dims(), k.dims())?;
     let most = [64, 128, 256].into_iter().find(|&most| attention.widest() <= most)?;
@@ -103,6 +111,7 @@ pub fn cached_attention(of: Scores, operands: &Operands<'_>) -> Option<Vec<Launc
     let arguments = CachedAttentionArguments {
         attention,
         positions: positions.address,
+        sinks,
         parts: operands.workspace.first().copied().unwrap_or(0),
         tickets: operands.tickets,
         splits: splits as u32,

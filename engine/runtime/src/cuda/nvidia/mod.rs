@@ -359,8 +359,13 @@ impl Device for Nvidia {
     fn run(&mut self, launches: &[Launch], describe: Describe<'_>) -> Result<(), DeviceError> {
         self.enter()?;
         let (instead, _) = self.prepare(launches, describe)?;
-        self.start_all(launches, &instead, describe)?;
-        self.stream.synchronize().map_err(|error| error.during(&describe(0)))
+        let started = self.start_all(launches, &instead, describe);
+        let waited = self.stream.synchronize().map_err(|error| error.during(&describe(0)));
+        if started.is_err() {
+            // Copies that the main stream does not wait for must not go on in memory that the caller uses.
+            self.copies.as_mut().map_or(Ok(()), Copies::abandon)?;
+        }
+        started.and(waited)
     }
 
     /// Times launches by events on the stream. All events are recorded before the first wait. So the device does not
@@ -454,6 +459,8 @@ impl Drop for Nvidia {
     fn drop(&mut self) {
         // If this wait fails, device memory stays in use until the process ends.
         let _ = self.enter().and_then(|()| self.stream.synchronize());
+        // Dropping this waits for copies that the stream has not waited for, as after an error. They use the memory.
+        self.copies = None;
         // SAFETY: no work is running, and this struct is the handles' only owner.
         unsafe {
             for graph in self.graphs.drain(..) {
