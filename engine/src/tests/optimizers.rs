@@ -50,7 +50,15 @@ impl Update {
         };
         lock(&graph).set_phase(Phase::Update);
         let weight = persistent("weight", Spec::f32(dims), Init::Randn { mean: 0.0, stdev: 1.0 });
-        let info = ParameterInfo { name: "weight", dims, dtype: DType::F32, looked_up: false, masters: true };
+        let info = ParameterInfo {
+            name: "weight",
+            dims,
+            dtype: DType::F32,
+            looked_up: false,
+            head: false,
+            vectors: false,
+            masters: true,
+        };
         let states: Vec<Tensor> = rule
             .states(&info)
             .into_iter()
