@@ -10,7 +10,7 @@ use std::ops::ControlFlow;
 use std::path::Path;
 
 use candle_core::{Device, Tensor};
-use gapless::engine::optim::Muon;
+use gapless::engine::optim::{Adafactor, GaLore, Muon};
 use gapless::models::hf::{Config, Folder, HfError};
 use gapless::{DeviceChoice, GenerateOptions, Generation, StepOptions, TrainOptions, Trainer};
 use serde_json::Value;
@@ -220,7 +220,8 @@ fn written(name: &str) -> tempfile::TempDir {
     folder
 }
 
-/// Muon's hidden matrices are neither the head, whatever its name, nor the biases of experts.
+/// Muon's hidden matrices are neither the head, whatever its name, nor the biases of experts. Other rules train these
+/// biases, too.
 #[test]
 fn heads_and_biases_of_experts_are_no_hidden_matrices() {
     for (family, matrix, other) in [
@@ -229,15 +230,22 @@ fn heads_and_biases_of_experts_are_no_hidden_matrices() {
     ] {
         let folder = written(family);
         let folder = Folder::open(folder.path()).unwrap();
-        let optimizer = Muon::default().into();
-        let options = TrainOptions {
-            step: StepOptions { batch: 1, sequence: SEQUENCE, optimizer, ..StepOptions::default() },
-            device: DeviceChoice::Cpu,
-            threads: 1,
-            ..TrainOptions::default()
+        let trained = |optimizer| {
+            let options = TrainOptions {
+                step: StepOptions { batch: 1, sequence: SEQUENCE, optimizer, ..StepOptions::default() },
+                device: DeviceChoice::Cpu,
+                threads: 1,
+                ..TrainOptions::default()
+            };
+            let mut trainer = Trainer::new(|vb| folder.model(vb), options).unwrap();
+            let loss = trainer.step(&[5; SEQUENCE], &[6; SEQUENCE]).unwrap().loss;
+            assert!(loss.is_finite(), "{:?}", trainer.options().step.optimizer);
+            trainer
         };
-        let trainer = Trainer::new(|vb| folder.model(vb), options).unwrap();
-        let has = |state: &str, parameter: &str| trainer.tensor(&format!("{state}/{parameter}")).is_ok();
+        trained(Adafactor::default().into());
+        trained(GaLore { rank: 2, ..GaLore::default() }.into());
+        let muon = trained(Muon::default().into());
+        let has = |state: &str, parameter: &str| muon.tensor(&format!("{state}/{parameter}")).is_ok();
         assert!(has("momentum", matrix) && !has("exp_avg", matrix));
         assert!(has("exp_avg", other) && !has("momentum", other));
     }

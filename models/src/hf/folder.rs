@@ -190,11 +190,16 @@ impl Folder {
     /// Checks that the stored constants of xIELU have the values with which the model computes.
     fn check_constants(&self) -> Result<()> {
         for (name, &at) in &self.places {
-            let Some(expected) = xielu_constant(&self.config, name) else { continue };
+            let file = &self.files[at];
+            let Some((expected, info)) = xielu_constant(&self.config, name).zip(file.info(name)) else { continue };
+            if !is_supported(info.dtype) {
+                let found = info.dtype.to_string();
+                return Err(self.wrong(WeightProblem::Type { name: name.clone(), found }));
+            }
             let mut found = 0.0;
-            self.files[at].read_elements(name, 0, 1, |x| found = f64::from(x))?;
-            // The values are rounded to the stored type, at most to bf16 or to a subnormal number of f16.
-            if (found - expected).abs() > 0.05 * expected.abs() {
+            file.read_elements(name, 0, 1, |x| found = f64::from(x))?;
+            // The stored value is rounded to bf16, or to a subnormal number of f16.
+            if (found - expected).abs() > expected.abs() / 256.0 + 1e-7 {
                 let (found, supported) = (found.to_string(), expected.to_string());
                 return Err(self.wrong(WeightProblem::Constant { name: name.clone(), found, supported }));
             }
