@@ -2,8 +2,8 @@
 //! positions, SwiGLU, and grouped-query attention (Ainslie et al., arXiv 2305.13245). Other settings give the other
 //! families that [`hf`](crate::hf) reads.
 
-use gapless_engine::Result;
 use gapless_engine::ops::RopeScaling;
+use gapless_engine::{Error, Result};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
@@ -189,6 +189,11 @@ impl LlamaConfig {
         let numbers = optional.into_iter().filter_map(|(name, number)| Some((name, number?)));
         numbers.fold(checked, |checked, (name, number)| checked.positive(name, number)).done()?;
         self.traits.check(self.width_of_head())?;
+        let has_own = self.traits.dynamic_rope.is_some() || self.traits.long_rope.is_some();
+        if has_own && self.rope_scaling != RopeScaling::None {
+            let why = "rope_scaling has no effect beside dynamic_rope or long_rope".to_owned();
+            return Err(Error::config("model", why, "leave rope_scaling out, or the trait"));
+        }
         Checked::default().elements(self.parameters().into()).done()
     }
 

@@ -195,7 +195,11 @@ impl MoeConfig {
         let sparse = (0..self.llama.layers).filter(|layer| !self.dense_layers.contains(layer));
         let (width, layers) = (self.llama.width as u64, sparse.count() as u64);
         let dense = self.llama.mlp_parameters() as u64;
-        let shared = 3 * width * self.shared_hidden as u64 + if self.has_shared_gate() { width } else { 0 };
+        let shared = match self.shared_hidden {
+            0 => 0,
+            hidden => LlamaConfig { hidden, ..self.llama.clone() }.mlp_parameters() as u64,
+        };
+        let shared = shared + if self.has_shared_gate() { width } else { 0 };
         let logit_bias = if self.router.logit_bias { self.router.experts as u64 } else { 0 };
         let router = width * self.router.experts as u64 + logit_bias;
         let biases = if self.limited.is_some() { 2 * self.expert_hidden as u64 + width } else { 0 };
@@ -208,5 +212,39 @@ impl MoeConfig {
 
     pub(crate) fn has_shared_gate(&self) -> bool {
         self.shared_gate && self.shared_hidden > 0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::{Arc, Mutex};
+
+    use gapless_engine::DType;
+    use gapless_engine::graph::{Graph, lock};
+    use gapless_engine::nn::VarBuilder;
+
+    use super::*;
+    use crate::{Decoder, GateActivation, Traits};
+
+    /// The number of parameters that is computed from the settings is that of the model, whatever the feed-forward
+    /// layers.
+    #[test]
+    fn parameters_of_shared_experts_are_counted() {
+        let small = MoeConfig { dense_layers: vec![0], ..MoeConfig::small(MoeStyle::Qwen, 10) };
+        let ungated = Box::new(Traits { ungated: true, ..Traits::default() });
+        let layers = [
+            small.llama.clone(),
+            LlamaConfig { mlp_bias: true, ..small.llama.clone() },
+            LlamaConfig { traits: ungated.clone(), ..small.llama.clone() },
+            LlamaConfig { mlp_bias: true, traits: ungated, activation: GateActivation::Xielu, ..small.llama.clone() },
+        ];
+        for (llama, shared_hidden) in layers.iter().flat_map(|llama| [(llama, 0), (llama, 48)]) {
+            let config = MoeConfig { llama: llama.clone(), shared_hidden, ..small.clone() };
+            let graph = Arc::new(Mutex::new(Graph::default()));
+            Decoder::new(&config, VarBuilder::new(&graph, DType::F32)).unwrap();
+            let graph = lock(&graph);
+            let declared: usize = graph.persistent().map(|(id, _)| graph.value(id).spec.elements()).sum();
+            assert_eq!(config.parameters(), declared as u64, "{config:?}");
+        }
     }
 }

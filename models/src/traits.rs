@@ -47,6 +47,46 @@ pub struct Traits {
     pub names: BTreeMap<String, String>,
 }
 
+/// The modules that have the same parent, and must therefore have different names.
+const SIBLINGS: [&[&str]; 5] = [
+    &["model", "lm_head"],
+    &["embed_tokens", "layers", "norm"],
+    &[
+        "self_attn",
+        "mlp",
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    ],
+    &[
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "qkv_proj",
+        "o_proj",
+        "q_norm",
+        "k_norm",
+        "q_a_proj",
+        "q_a_layernorm",
+        "q_b_proj",
+        "kv_a_proj_with_mqa",
+        "kv_a_layernorm",
+        "kv_b_proj",
+    ],
+    &[
+        "gate_proj",
+        "up_proj",
+        "gate_up_proj",
+        "down_proj",
+        "act_fn",
+        "gate",
+        "experts",
+        "shared_expert",
+        "shared_expert_gate",
+    ],
+];
+
 /// The kind of a norm.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
@@ -75,7 +115,8 @@ pub enum FusedQkv {
 
 /// A rotary base that grows with the length L of the sequence if L is above `positions`: it is multiplied by (factor ·
 /// L / positions − factor + 1)^(d / (d − 2)), where d is the rotated width (dynamic NTK scaling, as in transformers). In
-/// generation, the base of each token is that of the text up to this token.
+/// generation, the base of each token is that of the text up to this token. transformers has the same base for the tokens
+/// that it generates, but rotates a whole prompt with the base of the prompt's length.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct DynamicRope {
@@ -193,9 +234,66 @@ impl Traits {
             let why = format!("long_rope has {} and {} divisors", short.len(), long.len());
             return fail(why, "give half as many as rotated elements in a head, each above 0");
         }
+        if self.dynamic_rope.is_some() && self.long_rope.is_some() {
+            return fail("both dynamic_rope and long_rope are set".to_owned(), "set one of them");
+        }
+        for modules in SIBLINGS {
+            let clash = modules.iter().enumerate().find_map(|(i, one)| {
+                let other = modules[..i].iter().find(|other| self.name(other) == self.name(one))?;
+                Some(format!("names gives {other} and {one} the same name, {:?}", self.name(one)))
+            });
+            if let Some(why) = clash {
+                return fail(why, "give each a name of its own; modules of one name would share their parameters");
+            }
+        }
         if self.dynamic_rope.is_some() && rotated <= 2 {
             return fail(format!("{rotated} rotated elements are too few for dynamic_rope"), "rotate at least 4");
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use gapless_engine::ops::RopeScaling;
+
+    use super::*;
+    use crate::LlamaConfig;
+
+    /// Settings of which one would have no effect, and modules that would share parameters, are refused.
+    #[test]
+    fn settings_that_exclude_each_other_are_refused() {
+        let dynamic_rope = Some(DynamicRope { factor: 2.0, positions: 8 });
+        let divisors = LlamaConfig::default().width / LlamaConfig::default().heads / 2;
+        let (short, long) = (vec![1.0; divisors], vec![2.0; divisors]);
+        let long_rope = Some(LongRope { short, long, original: 8, amplitude: 1.0 });
+        let config =
+            |rope_scaling, traits| LlamaConfig { rope_scaling, traits: Box::new(traits), ..Default::default() };
+        let scaled = RopeScaling::Linear { factor: 2.0 };
+        let dynamic = Traits { dynamic_rope: dynamic_rope.clone(), ..Traits::default() };
+        let long = Traits { long_rope: long_rope.clone(), ..Traits::default() };
+        let both = Traits { dynamic_rope, long_rope, ..Traits::default() };
+        let named = |names: &[(&str, &str)]| {
+            let names = names.iter().map(|(one, own)| ((*one).to_owned(), (*own).to_owned())).collect();
+            Traits { names, ..Traits::default() }
+        };
+        for allowed in [
+            config(RopeScaling::None, dynamic.clone()),
+            config(RopeScaling::None, long.clone()),
+            config(scaled, Traits::default()),
+            config(scaled, named(&[("q_proj", "k_proj"), ("k_proj", "q_proj"), ("mlp", "q_proj")])),
+        ] {
+            allowed.check().unwrap();
+        }
+        for (refused, part) in [
+            (config(scaled, dynamic), "rope_scaling"),
+            (config(scaled, long), "rope_scaling"),
+            (config(RopeScaling::None, both), "long_rope"),
+            (config(RopeScaling::None, named(&[("q_proj", "proj"), ("k_proj", "proj")])), "q_proj and k_proj"),
+            (config(RopeScaling::None, named(&[("up_proj", "down_proj")])), "up_proj and down_proj"),
+        ] {
+            let error = refused.check().unwrap_err().to_string();
+            assert!(error.contains(part), "{error}");
+        }
     }
 }

@@ -10,6 +10,7 @@ use std::ops::ControlFlow;
 use std::path::Path;
 
 use candle_core::{Device, Tensor};
+use gapless::engine::optim::{Adafactor, GaLore, Muon};
 use gapless::models::hf::{Config, Folder, HfError};
 use gapless::{DeviceChoice, GenerateOptions, Generation, StepOptions, TrainOptions, Trainer};
 use serde_json::Value;
@@ -231,4 +232,71 @@ fn families_that_cannot_be_read_are_refused_with_the_reason() {
         let error = read(&with(family, &serde_json::json!({}))).unwrap_err();
         assert!(error.contains(family) && error.contains(reason), "{error}");
     }
+}
+
+/// Returns the family's folder in a temporary folder.
+fn written(name: &str) -> tempfile::TempDir {
+    let family = Family::all().into_iter().find(|family| family.name == name).unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    family.write(folder.path());
+    folder
+}
+
+/// Muon's hidden matrices are neither the head, whatever its name, nor the biases of experts. Other rules train these
+/// biases, too.
+#[test]
+fn heads_and_biases_of_experts_are_no_hidden_matrices() {
+    for (family, matrix, other) in [
+        ("gpt_neox", "gpt_neox.layers.0.attention.dense.weight", "embed_out.weight"),
+        ("gpt_oss", "model.layers.0.mlp.experts.gate_proj", "model.layers.0.mlp.experts.gate_proj_bias"),
+    ] {
+        let folder = written(family);
+        let folder = Folder::open(folder.path()).unwrap();
+        let trained = |optimizer| {
+            let options = TrainOptions {
+                step: StepOptions { batch: 1, sequence: SEQUENCE, optimizer, ..StepOptions::default() },
+                device: DeviceChoice::Cpu,
+                threads: 1,
+                ..TrainOptions::default()
+            };
+            let mut trainer = Trainer::new(|vb| folder.model(vb), options).unwrap();
+            let loss = trainer.step(&[5; SEQUENCE], &[6; SEQUENCE]).unwrap().loss;
+            assert!(loss.is_finite(), "{:?}", trainer.options().step.optimizer);
+            trainer
+        };
+        trained(Adafactor::default().into());
+        trained(GaLore { rank: 2, ..GaLore::default() }.into());
+        let muon = trained(Muon::default().into());
+        let has = |state: &str, parameter: &str| muon.tensor(&format!("{state}/{parameter}")).is_ok();
+        assert!(has("momentum", matrix) && !has("exp_avg", matrix));
+        assert!(has("exp_avg", other) && !has("momentum", other));
+    }
+}
+
+/// The constants of xIELU in a file are those with which the model computes. Other families have none.
+#[test]
+fn constants_of_xielu_are_checked() {
+    let constants = [("model.layers.0.mlp.act_fn.beta", 0.5_f32), ("model.layers.0.mlp.act_fn.eps", -1e-6)];
+    let load = |folder: &Path, factor: f32| {
+        let file = folder.join("model.safetensors");
+        let mut tensors = candle_core::safetensors::load(&file, &Device::Cpu).unwrap();
+        for (name, value) in constants {
+            tensors.insert(name.to_owned(), Tensor::new(value * factor, &Device::Cpu).unwrap());
+        }
+        candle_core::safetensors::save(&tensors, file).unwrap();
+        let folder = Folder::open(folder)?;
+        let options = TrainOptions {
+            step: StepOptions { batch: 1, sequence: SEQUENCE, ..StepOptions::default() },
+            device: DeviceChoice::Cpu,
+            threads: 1,
+            ..TrainOptions::default()
+        };
+        folder.load(&mut Trainer::new(|vb| folder.model(vb), options)?)
+    };
+    let apertus = written("apertus");
+    load(apertus.path(), 1.0).unwrap();
+    let error = load(apertus.path(), 2.0).unwrap_err().to_string();
+    assert!(error.contains("act_fn.beta is 1; supported: 0.5"), "{error}");
+    let error = load(written("arcee").path(), 1.0).unwrap_err().to_string();
+    assert!(error.contains("act_fn.beta") && error.contains("not a tensor of the model"), "{error}");
 }

@@ -136,3 +136,44 @@ fn layers_for_further_tokens_are_left_out() {
         }
     }
 }
+
+/// Ranks that are threads load from one folder at the same time.
+#[test]
+fn threads_load_from_one_folder() {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/evidence/hf/models/mixtral_bf16/checkpoint");
+    let folder = Folder::open(path).unwrap();
+    let loaded = || {
+        let options = TrainOptions {
+            step: StepOptions { batch: 1, sequence: 4, ..StepOptions::default() },
+            device: DeviceChoice::Cpu,
+            threads: 1,
+            ..Default::default()
+        };
+        let mut trainer = Trainer::new(|vb| folder.model(vb), options).unwrap();
+        let names: Vec<String> = trainer.parameter_names().map(str::to_owned).collect();
+        (0..20)
+            .map(|_| {
+                folder.load(&mut trainer).unwrap();
+                let elements = |name: &String| {
+                    trainer
+                        .tensor(name)
+                        .unwrap()
+                        .flatten_all()
+                        .unwrap()
+                        .to_dtype(DType::F32)
+                        .unwrap()
+                        .to_vec1::<f32>()
+                        .unwrap()
+                };
+                names.iter().map(elements).collect::<Vec<_>>()
+            })
+            .collect::<Vec<_>>()
+    };
+    let expected = loaded().remove(0);
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..2).map(|_| scope.spawn(loaded)).collect();
+        for thread in threads {
+            assert!(thread.join().unwrap().iter().all(|found| *found == expected));
+        }
+    });
+}

@@ -109,3 +109,83 @@ fn both_styles_of_rope_mean_the_same() {
     let (old, oldest, new) = (model(old), model(oldest), model(new));
     assert!(old == oldest && old == new && old.contains("Llama3 { factor: 8.0, low: 1.0, high: 4.0, original: 16.0 }"));
 }
+
+/// Published files have options of the programs that trained them. They are read, and other values are refused.
+#[test]
+fn options_of_published_files_are_read() {
+    let types = json!(["sliding_attention", "full_attention"]);
+    let published = [
+        ("phi3", json!({ "full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": false })),
+        (
+            "starcoder2",
+            json!({ "mlp_type": "default", "norm_type": "layer_norm", "rms_norm_eps": 1e-5, "scale_attn_weights": true,
+                    "layer_norm_epsilon": 1e-5, "attention_softmax_in_fp32": true, "residual_dropout": 0.1 }),
+        ),
+        ("apertus", json!({ "post_norm": false, "qk_norm": true, "mlp_bias": false })),
+        (
+            "exaone4",
+            json!({ "sliding_window_pattern": "LLLG", "reorder_qk_norm": true, "layer_types": types, "sliding_window": 4 }),
+        ),
+        (
+            "cohere2",
+            json!({ "order_of_interleaved_layers": "local_attn_first", "position_embedding_type": "rope_gptj",
+                    "use_embedding_sharing": true, "rotary_pct": 1.0, "layer_switch": 4, "sliding_window_pattern": 4,
+                    "use_gated_activation": true, "use_parallel_block": true, "use_parallel_embedding": true,
+                    "cache_implementation": "hybrid", "use_qk_norm": false }),
+        ),
+    ];
+    for (family, options) in published {
+        if let Err(error) = read(&with(family, &options)) {
+            panic!("{family}: {error}");
+        }
+    }
+    for (family, options, part) in [
+        ("phi3", json!({ "full_attn_mod": 2 }), "full_attn_mod"),
+        ("phi3", json!({ "lm_head_bias": true }), "lm_head_bias"),
+        ("starcoder2", json!({ "mlp_type": "gated" }), "mlp_type"),
+        ("starcoder2", json!({ "norm_type": "rms_norm" }), "norm_type"),
+        ("apertus", json!({ "post_norm": true }), "post_norm"),
+        ("exaone4", json!({ "sliding_window_pattern": "LLLG" }), "sliding_window_pattern"),
+        ("cohere2", json!({ "layer_switch": 3 }), "layer_switch"),
+        ("cohere2", json!({ "position_embedding_type": "alibi" }), "position_embedding_type"),
+        ("llama", json!({ "lm_head_bias": false }), "lm_head_bias"),
+    ] {
+        let error = read(&with(family, &options)).unwrap_err();
+        assert!(error.contains(part), "{family}: {error}");
+    }
+}
+
+/// Options that a file does not have are those of transformers' class.
+#[test]
+fn missing_options_have_the_defaults_of_the_family() {
+    let config = |family, changes| match read(&with(family, &changes)).unwrap().architecture() {
+        Architecture::Llama(llama) => llama.clone(),
+        Architecture::Moe(moe) => moe.llama.clone(),
+        Architecture::Gpt(_) => unreachable!("no family of the test"),
+    };
+    let experts = json!({ "num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 4 });
+    assert_eq!(config("gpt_oss", experts).sliding_window, Some(128));
+    let rope = json!({ "rope_type": "dynamic", "factor": 2.0 });
+    for (family, positions) in
+        [("llama", 2048), ("phi3", 4096), ("qwen3", 32_768), ("apertus", 65_536), ("glm", 131_072)]
+    {
+        let changes = json!({ "max_position_embeddings": null, "rope_scaling": rope, "head_dim": 8 });
+        let dynamic = config(family, changes).traits.dynamic_rope.unwrap();
+        assert_eq!(dynamic.positions, positions, "{family}");
+    }
+}
+
+/// In OLMo 3, older options of the rotary positions have no effect on the layers with a window.
+#[test]
+fn windowed_layers_of_olmo3_keep_their_base() {
+    let changes =
+        json!({ "rope_theta": 7e4, "sliding_window": 4, "rope_scaling": { "type": "linear", "factor": 2.0 } });
+    let config = read(&with("olmo3", &changes)).unwrap();
+    let Architecture::Llama(llama) = config.architecture() else { panic!("it has no experts") };
+    assert_eq!((llama.rope_theta, llama.window_rope_theta), (7e4, Some(5e5)));
+    // transformers ignores options that are not under a type of layers.
+    let flat = json!({ "rope_parameters": { "rope_type": "default", "rope_theta": 7e4 } });
+    for family in ["olmo3", "gemma3_text"] {
+        assert!(read(&with(family, &flat)).unwrap_err().contains("rope_parameters.rope_theta"));
+    }
+}

@@ -66,6 +66,33 @@ pub fn open_regular(path: &Path) -> io::Result<File> {
     File::open(path)
 }
 
+/// Reads bytes at a position of a file without the file's cursor, so several threads can read one file.
+///
+/// # Errors
+/// Returns an error if the file cannot be read, or if it ends before the last byte.
+#[cfg(unix)]
+pub fn read_exact_at(file: &File, bytes: &mut [u8], position: u64) -> io::Result<()> {
+    std::os::unix::fs::FileExt::read_exact_at(file, bytes, position)
+}
+
+/// Reads bytes at a position of a file without the file's cursor, so several threads can read one file.
+///
+/// # Errors
+/// Returns an error if the file cannot be read, or if it ends before the last byte.
+#[cfg(windows)]
+pub fn read_exact_at(file: &File, mut bytes: &mut [u8], mut position: u64) -> io::Result<()> {
+    while !bytes.is_empty() {
+        match std::os::windows::fs::FileExt::seek_read(file, bytes, position)? {
+            0 => return Err(io::ErrorKind::UnexpectedEof.into()),
+            read => {
+                bytes = &mut bytes[read..];
+                position += read as u64;
+            }
+        }
+    }
+    Ok(())
+}
+
 /// Reads a regular file of UTF-8 text.
 ///
 /// # Errors

@@ -57,7 +57,7 @@ mod vocabulary;
 mod windows;
 
 pub use chat::{Answers, ChatTemplate, Conversation, Message};
-pub use compressed::{open_regular, read_text};
+pub use compressed::{open_regular, read_exact_at, read_text};
 pub use corpus::{Corpus, CorpusReport, Document};
 pub use dataset::{DataOptions, Dataset, Source};
 pub use error::DataError;

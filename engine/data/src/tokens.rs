@@ -5,7 +5,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use crate::DataError;
-use crate::compressed::open_file;
+use crate::compressed::{open_file, read_exact_at};
 
 /// Bytes per token id in a file, little-endian.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize, schemars::JsonSchema)]
@@ -325,25 +325,6 @@ fn read_ids(file: &File, width: TokenWidth, mut position: u64, out: &mut [u32]) 
                 for (id, bytes) in ids.iter_mut().zip(bytes.as_chunks().0) {
                     *id = u32::try_from(u64::from_le_bytes(*bytes)).unwrap_or(u32::MAX);
                 }
-            }
-        }
-    }
-    Ok(())
-}
-
-#[cfg(unix)]
-fn read_exact_at(file: &File, bytes: &mut [u8], position: u64) -> io::Result<()> {
-    std::os::unix::fs::FileExt::read_exact_at(file, bytes, position)
-}
-
-#[cfg(windows)]
-fn read_exact_at(file: &File, mut bytes: &mut [u8], mut position: u64) -> io::Result<()> {
-    while !bytes.is_empty() {
-        match std::os::windows::fs::FileExt::seek_read(file, bytes, position)? {
-            0 => return Err(io::ErrorKind::UnexpectedEof.into()),
-            read => {
-                bytes = &mut bytes[read..];
-                position += read as u64;
             }
         }
     }

@@ -50,7 +50,15 @@ impl Update {
         };
         lock(&graph).set_phase(Phase::Update);
         let weight = persistent("weight", Spec::f32(dims), Init::Randn { mean: 0.0, stdev: 1.0 });
-        let info = ParameterInfo { name: "weight", dims, dtype: DType::F32, looked_up: false, masters: true };
+        let info = ParameterInfo {
+            name: "weight",
+            dims,
+            dtype: DType::F32,
+            looked_up: false,
+            head: false,
+            vectors: false,
+            masters: true,
+        };
         let states: Vec<Tensor> = rule
             .states(&info)
             .into_iter()
@@ -222,6 +230,34 @@ fn steps_of_muon_are_nearly_orthogonal() {
             assert!(expected.contains(&product), "rows {i} and {j}: {product}");
         }
     }
+}
+
+/// A list of vectors, such as the biases of experts, has the states of a vector, and a head those of AdamW under Muon.
+#[test]
+fn lists_of_vectors_and_heads_are_no_matrices() {
+    let eight_bit: Arc<dyn Optimizer> = AdamW8bit::default().into();
+    let galore: Arc<dyn Optimizer> = GaLore { rank: 4, ..GaLore::default() }.into();
+    let adam: Arc<dyn Optimizer> = AdamW::default().into();
+    let info = |dims| ParameterInfo {
+        name: "parameter",
+        dims,
+        dtype: DType::F32,
+        looked_up: false,
+        head: false,
+        vectors: false,
+        masters: true,
+    };
+    let names = |rule: &Arc<dyn Optimizer>, info: &ParameterInfo<'_>| -> Vec<&str> {
+        rule.states(info).iter().map(|state| state.name).collect()
+    };
+    let muon: Arc<dyn Optimizer> = Muon::default().into();
+    for rule in [eight_bit, galore, Lion::default().into(), muon.clone(), Adafactor::default().into()] {
+        let vectors = ParameterInfo { vectors: true, ..info(&[8, 40]) };
+        assert_eq!(names(&rule, &vectors), names(&rule, &info(&[320])), "{rule:?}");
+    }
+    let matrix = info(&[8, 40]);
+    assert_eq!(names(&muon, &matrix), ["momentum"]);
+    assert_eq!(names(&muon, &ParameterInfo { head: true, ..matrix }), names(&adam, &matrix));
 }
 
 #[test]

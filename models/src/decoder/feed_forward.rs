@@ -1,7 +1,7 @@
 //! Feed-forward layers: dense, and with routed experts.
 
 use gapless_engine::nn::{Experts, Init, Linear, Module, Router, VarBuilder, linear_b, linear_no_bias};
-use gapless_engine::{Result, Tensor};
+use gapless_engine::{DType, Result, Tensor};
 
 use crate::llama::{GateActivation, LlamaConfig};
 use crate::moe::MoeConfig;
@@ -64,7 +64,7 @@ enum Activation {
 }
 
 /// The factor of the linear term of xIELU.
-const XIELU_BETA: f64 = 0.5;
+pub const XIELU_BETA: f64 = 0.5;
 
 impl Activation {
     fn new(kind: GateActivation, vb: &VarBuilder) -> Result<Self> {
@@ -84,14 +84,16 @@ impl Activation {
             Self::Plain(GateActivation::Relu) => x.relu(),
             Self::Plain(GateActivation::Relu2) => x.relu()?.sqr(),
             Self::Plain(GateActivation::Xielu) => unreachable!("it has parameters"),
-            // For x > 0: αₚ·x² + β·x. For x ≤ 0: αₙ·(eˣ − 1 − x) + β·x. Each part is 0 where the other applies.
+            // For x > 0: αₚ·x² + β·x. For x ≤ 0: αₙ·(eˣ − 1 − x) + β·x. Each part is 0 where the other applies. The
+            // differences cancel, so they are computed in f32.
             Self::Xielu([p, n]) => {
-                let softplus = |alpha: &Tensor| alpha.exp()?.affine(1.0, 1.0)?.log();
+                let softplus = |alpha: &Tensor| alpha.to_dtype(DType::F32)?.exp()?.affine(1.0, 1.0)?.log();
+                let (dtype, x) = (x.dtype(), x.to_dtype(DType::F32)?);
                 let negative = x.neg()?.relu()?.neg()?;
                 let below = negative.exp()?.affine(1.0, -1.0)?.sub(&negative)?;
                 let above = x.relu()?.sqr()?.broadcast_mul(&softplus(p)?)?;
                 let below = below.broadcast_mul(&softplus(n)?.affine(1.0, XIELU_BETA)?)?;
-                above.add(&below)?.add(&x.affine(XIELU_BETA, 0.0)?)
+                above.add(&below)?.add(&x.affine(XIELU_BETA, 0.0)?)?.to_dtype(dtype)
             }
         }
     }
@@ -147,5 +149,28 @@ impl Sparse {
             y = y.add(&own)?;
         }
         Ok((y, routing.loss().cloned()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::{Arc, Mutex};
+
+    use gapless_engine::graph::{Graph, lock};
+
+    use super::*;
+
+    /// In a bf16 model, only the output of xIELU is rounded to bf16.
+    #[test]
+    fn xielu_is_computed_in_f32() {
+        let graph = Arc::new(Mutex::new(Graph::default()));
+        let vb = VarBuilder::new(&graph, DType::BF16);
+        let x = vb.get((2, 3), "x").unwrap();
+        let y = Activation::new(GateActivation::Xielu, &vb).unwrap().forward(&x).unwrap();
+        assert_eq!(y.dtype(), DType::BF16);
+        let graph = lock(&graph);
+        let outputs = graph.nodes().iter().flat_map(|node| node.outputs.iter());
+        let rounded: Vec<_> = outputs.filter(|&&id| graph.value(id).spec.dtype == DType::BF16).collect();
+        assert_eq!(rounded, [&y.id()]);
     }
 }

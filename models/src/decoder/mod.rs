@@ -10,6 +10,8 @@ use gapless_engine::nn::{Embedding, Linear, Module, VarBuilder, embedding, linea
 use gapless_engine::{Error, Model, Result, Tensor};
 
 use self::attention::Attention;
+#[cfg(feature = "hugging-face")]
+pub(crate) use self::feed_forward::XIELU_BETA;
 use self::feed_forward::{Mlp, Sparse};
 use self::norm::Norm;
 use self::tables::Tables;

@@ -102,6 +102,8 @@ pub enum WeightProblem {
     NotFinite { name: String, value: String },
     #[error("{name} differs from {other}, to which tie_word_embeddings ties it")]
     Untied { name: String, other: String },
+    #[error("{name} is {found}; supported: {supported}")]
+    Constant { name: String, found: String, supported: String },
 }
 
 /// The maximum number of problems that a message lists. The field `problems` holds all of them.

@@ -23,14 +23,21 @@ const fn qkv_bias(default: bool) -> [Bias; 3] {
 /// No bias in the attention.
 const NO_BIAS: [Bias; 3] = [Bias::Never, Bias::Never, Bias::Option("mlp_bias", false)];
 
-const MISTRAL: Family =
-    Family { name: "mistral", kv_heads: Some(8), biases: NO_BIAS, window: WindowedLayers::All(Some(4096)), ..LLAMA };
+const MISTRAL: Family = Family {
+    name: "mistral",
+    kv_heads: Some(8),
+    biases: NO_BIAS,
+    window: WindowedLayers::All(Some(4096)),
+    positions: 131_072,
+    ..LLAMA
+};
 
 const QWEN2: Family = Family {
     name: "qwen2",
     kv_heads: Some(32),
     biases: [Bias::Always, Bias::Never, Bias::Option("mlp_bias", false)],
     window: WindowedLayers::Last,
+    positions: 32_768,
     ..LLAMA
 };
 
@@ -40,6 +47,7 @@ const QWEN3: Family = Family {
     head_size: Some(128),
     qk_norm: QkNorm::Head,
     window: WindowedLayers::Last,
+    positions: 32_768,
     ..LLAMA
 };
 
@@ -61,6 +69,7 @@ const GEMMA: Family = Family {
     activation: GateActivation::Gelu,
     padding: Some(0),
     tied: true,
+    positions: 8192,
     prepare: |fields, _| {
         // In this family alone, `gelu` has always meant the tanh approximation.
         if fields.peek("hidden_act").is_some_and(|act| act == "gelu") {
@@ -96,6 +105,7 @@ const GEMMA3: Family = Family {
     name: "gemma3_text",
     rope_theta: 1e6,
     qk_norm: QkNorm::Head,
+    positions: 131_072,
     prepare: |fields, family| {
         (GEMMA2.prepare)(fields, family);
         // Layers with a window have a rotary base of their own.
@@ -117,6 +127,13 @@ const PHI3: Family = Family {
     fused_gate_up: true,
     window: WindowedLayers::All(None),
     padding: Some(32_000),
+    positions: 4096,
+    prepare: |fields, _| {
+        // Options of Phi-4-mini, whose other values are those of other models.
+        fields.require("full_attn_mod", 1);
+        fields.require("interpolate_factor", 1);
+        fields.require("lm_head_bias", false);
+    },
     ..LLAMA
 };
 
@@ -131,6 +148,7 @@ const GLM: Family = Family {
     neighbours: true,
     fused_gate_up: true,
     padding: Some(151_329),
+    positions: 131_072,
     ..LLAMA
 };
 
@@ -187,7 +205,21 @@ const STARCODER2: Family = Family {
     ungated: true,
     activation: GateActivation::Gelu,
     tied: true,
+    positions: 4096,
     names: &[("up_proj", "c_fc"), ("down_proj", "c_proj")],
+    prepare: |fields, _| {
+        fields.require("mlp_type", "default");
+        fields.require("norm_type", "layer_norm");
+        fields.require("scale_attn_weights", true);
+        // Older names of `norm_epsilon` and `hidden_act`, and the type of the softmax: transformers does not read them.
+        fields.ignore(&[
+            "rms_norm_eps",
+            "layer_norm_epsilon",
+            "activation_function",
+            "attention_softmax_in_fp32",
+            "scale_attention_softmax_in_fp32",
+        ]);
+    },
     ..LLAMA
 };
 
@@ -198,6 +230,7 @@ const STABLELM: Family = Family {
     kv_heads: Some(32),
     biases: [Bias::Option("use_qkv_bias", false), Bias::Never, Bias::Never],
     norm: NormKind::Layer,
+    positions: 4096,
     prepare: |fields, family| {
         let parallel = fields.flag("use_parallel_residual", false);
         family.norms = if parallel { Norms::Shared } else { Norms::Before };
@@ -216,6 +249,7 @@ const COHERE: Family = Family {
     neighbours: true,
     padding: Some(0),
     tied: true,
+    positions: 8192,
     finish: |fields, config| config.traits.logit_scale = fields.positive("logit_scale", Some(0.0625)),
     ..LLAMA
 };
@@ -224,7 +258,21 @@ const COHERE2: Family = Family {
     name: "cohere2",
     rope_theta: 10_000.0,
     unrotated: Unrotated::Full,
-    prepare: |fields, family| family.window = window_pattern(fields, 4),
+    prepare: |fields, family| {
+        // Options of the program that trained Command R7B. Of each, only the value of the family is supported.
+        fields.require("order_of_interleaved_layers", "local_attn_first");
+        fields.require("position_embedding_type", "rope_gptj");
+        let flags = ["use_embedding_sharing", "use_gated_activation", "use_parallel_block"];
+        flags.iter().for_each(|flag| fields.require(flag, true));
+        fields.ignore(&["use_parallel_embedding"]);
+        family.window = window_pattern(fields, 4);
+        match family.window {
+            WindowedLayers::AllBut { every } if fields.peek("layer_types").is_none() => {
+                fields.require("layer_switch", every);
+            }
+            _ => fields.ignore(&["layer_switch"]),
+        }
+    },
     ..COHERE
 };
 
@@ -237,6 +285,7 @@ const MIXTRAL_8X7B: Family = Family {
     kv_heads: Some(8),
     biases: NO_BIAS,
     window: WindowedLayers::All(None),
+    positions: 131_072,
     experts: Some(experts::mixtral),
     expert_names: MIXTRAL,
     ..LLAMA
@@ -245,6 +294,7 @@ const MIXTRAL_8X7B: Family = Family {
 /// DeepSeek-V3 (arXiv 2412.19437).
 const DEEPSEEK_V3: Family = Family {
     name: "deepseek_v3",
+    positions: 4096,
     prepare: experts::prepare_latent,
     experts: Some(experts::deepseek_v3),
     predicts_further: true,
@@ -280,6 +330,7 @@ pub(super) const FAMILIES: &[Family] = &[
         window: WindowedLayers::All(None),
         growing_queries: true,
         padding: Some(11),
+        positions: 262_144,
         prepare: |fields, _| {
             rope::default(fields, || {
                 serde_json::json!({
@@ -296,10 +347,8 @@ pub(super) const FAMILIES: &[Family] = &[
         name: "olmo3",
         rope_theta: 500_000.0,
         window: WindowedLayers::AllBut { every: 4 },
-        prepare: |fields, family| {
-            let theta = fields.peek("rope_theta").and_then(serde_json::Value::as_f64);
-            family.local_rope_theta = Some(theta.unwrap_or(family.rope_theta));
-        },
+        // `rope_theta` has no effect on layers with a window, as in transformers.
+        local_rope_theta: Some(500_000.0),
         ..OLMO2
     },
     Family {
@@ -309,11 +358,13 @@ pub(super) const FAMILIES: &[Family] = &[
         window: WindowedLayers::Unrotated,
         unrotated: Unrotated::Listed,
         padding: Some(128_004),
+        positions: 32_768,
         tied: true,
         ..LLAMA
     },
     Family {
         name: "ernie4_5",
+        positions: 131_072,
         rope_theta: 500_000.0,
         eps: ("rms_norm_eps", 1e-5),
         kv_heads: Some(2),
@@ -326,6 +377,7 @@ pub(super) const FAMILIES: &[Family] = &[
     },
     Family {
         name: "seed_oss",
+        positions: 524_288,
         kv_heads: Some(8),
         head_size: Some(128),
         biases: [
@@ -354,10 +406,21 @@ pub(super) const FAMILIES: &[Family] = &[
         qk_norm: QkNorm::Head,
         norms: Norms::After,
         unrotated: Unrotated::FullUnlessNull,
-        prepare: |fields, family| family.window = window_pattern(fields, 4),
+        prepare: |fields, family| {
+            // All models of the family normalise queries and keys, and have their norms after each part.
+            fields.ignore(&["reorder_qk_norm"]);
+            family.window = window_pattern(fields, 4);
+        },
         ..LLAMA
     },
-    Family { name: "arcee", eps: ("rms_norm_eps", 1e-5), ungated: true, activation: GateActivation::Relu2, ..LLAMA },
+    Family {
+        name: "arcee",
+        eps: ("rms_norm_eps", 1e-5),
+        ungated: true,
+        activation: GateActivation::Relu2,
+        positions: 4096,
+        ..LLAMA
+    },
     // Apertus (arXiv 2509.14233).
     Family {
         name: "apertus",
@@ -368,8 +431,10 @@ pub(super) const FAMILIES: &[Family] = &[
         ungated: true,
         activation: GateActivation::Xielu,
         padding: Some(3),
+        positions: 65_536,
         names: &[("input_layernorm", "attention_layernorm"), ("post_attention_layernorm", "feedforward_layernorm")],
         prepare: |fields, _| {
+            fields.require("post_norm", false);
             rope::default(fields, || {
                 serde_json::json!({
                     "rope_type": "llama3", "rope_theta": 1.2e7, "factor": 8.0, "original_max_position_embeddings": 8192,
@@ -398,6 +463,7 @@ pub(super) const FAMILIES: &[Family] = &[
     // OLMoE (arXiv 2409.02060).
     Family {
         name: "olmoe",
+        positions: 4096,
         norms: Norms::Before,
         finish: |fields, config| config.traits.qkv_clip = fields.optional_positive("clip_qkv"),
         experts: Some(experts::olmoe),
@@ -405,9 +471,16 @@ pub(super) const FAMILIES: &[Family] = &[
     },
     Family { name: "granitemoe", experts: Some(experts::granite), expert_names: GRANITE, ..GRANITE_DENSE },
     // DeepSeek-V2 (arXiv 2405.04434).
-    Family { name: "deepseek_v2", experts: Some(experts::deepseek_v2), predicts_further: false, ..DEEPSEEK_V3 },
+    Family {
+        name: "deepseek_v2",
+        positions: 2048,
+        experts: Some(experts::deepseek_v2),
+        predicts_further: false,
+        ..DEEPSEEK_V3
+    },
     Family {
         name: "glm4_moe",
+        positions: 131_072,
         partial: Some(0.5),
         eps: ("rms_norm_eps", 1e-5),
         kv_heads: Some(8),
@@ -433,6 +506,7 @@ pub(super) const FAMILIES: &[Family] = &[
     // gpt-oss (arXiv 2508.10925): sinks, and experts with biases and limits.
     Family {
         name: "gpt_oss",
+        positions: 131_072,
         rope_theta: 150_000.0,
         eps: ("rms_norm_eps", 1e-5),
         kv_heads: Some(8),
@@ -441,6 +515,9 @@ pub(super) const FAMILIES: &[Family] = &[
         window: WindowedLayers::AllBut { every: 2 },
         names: &[("gate", "router")],
         prepare: |fields, _| {
+            if !fields.has("sliding_window") {
+                fields.set("sliding_window", 128.into());
+            }
             rope::default(fields, || {
                 serde_json::json!({
                     "rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "beta_fast": 32.0,
@@ -455,6 +532,7 @@ pub(super) const FAMILIES: &[Family] = &[
     },
     Family {
         name: "minimax_m2",
+        positions: 196_608,
         rope_theta: 5e6,
         partial: Some(1.0),
         kv_heads: Some(8),
@@ -498,8 +576,13 @@ const STATE_SPACE: &str = "state-space layers";
 const LINEAR: &str = "linear attention";
 const PER_LAYER: &str = "per-layer embeddings";
 
-/// Reads `sliding_window_pattern`: all but every so manyth layer have a window. Files without windows may have 0.
+/// Reads `sliding_window_pattern`: all but every so manyth layer have a window. Files without windows may have 0. The
+/// pattern may be a text such as `LLLG` if it has no effect, because the file has `layer_types`.
 fn window_pattern(fields: &mut Fields, default: usize) -> WindowedLayers {
+    let is_text = fields.peek("sliding_window_pattern").is_some_and(serde_json::Value::is_string);
+    if is_text && fields.peek("layer_types").is_some() {
+        fields.ignore(&["sliding_window_pattern"]);
+    }
     WindowedLayers::AllBut { every: fields.count("sliding_window_pattern", Some(default), 0..=4096) }
 }
 

@@ -24,6 +24,8 @@ pub(super) struct Family {
     pub local_rope_theta: Option<f64>,
     /// Default share of a head that is rotated. `None` means the whole head; no option changes it.
     pub partial: Option<f64>,
+    /// Default of `max_position_embeddings`.
+    pub positions: usize,
     /// Default of `original_max_position_embeddings`, beside the options of the rotary positions.
     pub original_positions: Option<usize>,
     /// True if queries grow with their position by the option `llama_4_scaling_beta`.
@@ -97,6 +99,7 @@ impl Family {
         rope_theta: 10_000.0,
         local_rope_theta: None,
         partial: None,
+        positions: 2048,
         original_positions: None,
         growing_queries: false,
         eps: ("rms_norm_eps", 1e-6),

@@ -11,7 +11,7 @@ use serde_json::{Map, Value};
 use super::config::{Config, Pretrained};
 use super::error::{HfError, Result, WeightProblem};
 use super::fields::read_object;
-use super::layout::{ParameterLayout, StoredRange, is_known_buffer, layout};
+use super::layout::{ParameterLayout, StoredRange, is_known_buffer, layout, xielu_constant};
 use super::tensors::{TensorFile, is_supported};
 
 /// The file that holds all weights of a small model.
@@ -87,10 +87,11 @@ impl Folder {
     ///
     /// # Errors
     /// Returns an error if a file cannot be read, if an element is not finite, if the trainer is of another model, or
-    /// if a stored head differs from the embedding to which it is tied. After an error, some of the trainer's
+    /// if a stored head differs from the embedding to which it is tied, or if a constant of xIELU has another value. After an error, some of the trainer's
     /// parameters may have been filled.
     pub fn load(&self, trainer: &mut Trainer) -> Result<()> {
         self.check_tied()?;
+        self.check_constants()?;
         let trainable = &trainer.options().step.trainable;
         let wanted = trainer.parameter_names().filter(|name| !trainable.is_adapter(name));
         let wanted: Vec<String> = wanted.map(str::to_owned).collect();
@@ -181,6 +182,26 @@ impl Folder {
             embedding_file.read(embedding, first, compared, &mut |bytes| two.extend_from_slice(bytes))?;
             if one != two {
                 return Err(untied());
+            }
+        }
+        Ok(())
+    }
+
+    /// Checks that the stored constants of xIELU have the values with which the model computes.
+    fn check_constants(&self) -> Result<()> {
+        for (name, &at) in &self.places {
+            let file = &self.files[at];
+            let Some((expected, info)) = xielu_constant(&self.config, name).zip(file.info(name)) else { continue };
+            if !is_supported(info.dtype) {
+                let found = info.dtype.to_string();
+                return Err(self.wrong(WeightProblem::Type { name: name.clone(), found }));
+            }
+            let mut found = 0.0;
+            file.read_elements(name, 0, 1, |x| found = f64::from(x))?;
+            // The stored value is rounded to bf16, or to a subnormal number of f16.
+            if (found - expected).abs() > expected.abs() / 256.0 + 1e-7 {
+                let (found, supported) = (found.to_string(), expected.to_string());
+                return Err(self.wrong(WeightProblem::Constant { name: name.clone(), found, supported }));
             }
         }
         Ok(())

@@ -13,6 +13,8 @@ use std::ops::Range;
 
 use super::config::Config;
 use super::gpt2;
+use crate::GateActivation;
+use crate::decoder::XIELU_BETA;
 
 /// A parameter as a concatenation of pieces of stored tensors.
 #[derive(Debug, Clone, PartialEq)]
@@ -208,7 +210,14 @@ pub(super) fn is_known_buffer(config: &Config, name: &str, shape: &[usize]) -> b
         || is_mask
         || [".attn.masked_bias", ".attention.masked_bias"].iter().any(|end| name.ends_with(end))
         || (!config.is_gpt2() && name.ends_with(".rotary_emb.inv_freq"))
-        // The constants β and ε of xIELU.
-        || (shape.len() < 2 && [".act_fn.beta", ".act_fn.eps"].iter().any(|end| name.ends_with(end)))
+        || (shape.iter().product::<usize>() == 1 && xielu_constant(config, name).is_some())
         || (config.tied_to().is_some() && name == config.head())
+}
+
+/// Returns the value that a stored constant of xIELU, β or ε, must have. Returns `None` for any other tensor.
+pub(super) fn xielu_constant(config: &Config, name: &str) -> Option<f64> {
+    let has_xielu = config.architecture().llama().is_some_and(|llama| llama.activation == GateActivation::Xielu);
+    let constants = [(".act_fn.beta", XIELU_BETA), (".act_fn.eps", -1e-6)];
+    let found = constants.iter().find(|(end, _)| name.ends_with(end));
+    found.filter(|_| has_xielu).map(|(_, value)| *value)
 }

@@ -9,7 +9,7 @@ use crate::{DynamicRope, LlamaConfig, LongRope, QueryGrowth};
 
 /// Reads the rotary base, scaling and rotated width into `config`.
 pub(super) fn take(fields: &mut Fields, config: &mut LlamaConfig, family: &Family, head_size: usize) {
-    let positions = fields.count("max_position_embeddings", Some(2048), 1..=1 << 40) as f64;
+    let positions = fields.count("max_position_embeddings", Some(family.positions), 1..=1 << 40) as f64;
     let original = fields.optional_positive("original_max_position_embeddings");
     let original = original.or(family.original_positions.map(|it| it as f64));
     config.rope_theta = fields.positive("rope_theta", Some(config.rope_theta));
@@ -17,12 +17,14 @@ pub(super) fn take(fields: &mut Fields, config: &mut LlamaConfig, family: &Famil
     if let (Some(_), Some(_)) = (&old, &new) {
         fields.unsupported("rope_scaling", &"given along with rope_parameters".into(), "one of the two");
     }
-    let mut given = new.or(old);
-    if config.window_rope_theta.is_some() && given.as_ref().is_some_and(|given| given.has("full_attention")) {
-        given = given.and_then(|given| by_layer_type(fields, config, given));
-    }
+    // If layers with a window have a base of their own, `rope_parameters` has options for each type of layer.
+    let given = match new {
+        Some(both) if config.window_rope_theta.is_some() => by_layer_type(fields, config, both),
+        new => new.or(old),
+    };
     // `partial_rotary_factor` may be here or among the options of the scaling.
     let mut partial = fields.optional_positive("partial_rotary_factor");
+    let mut given = given;
     if let Some(scaling) = &mut given {
         config.rope_theta = scaling.positive("rope_theta", Some(config.rope_theta));
         partial = scaling.optional_positive("partial_rotary_factor").or(partial);

@@ -8,10 +8,10 @@
 
 use std::collections::HashMap;
 use std::fs::File;
-use std::io::{self, Read, Seek, SeekFrom};
+use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
-use gapless_engine::data::open_regular;
+use gapless_engine::data::{open_regular, read_exact_at};
 use half::{bf16, f16};
 use safetensors::tensor::{Metadata, TensorInfo};
 
@@ -25,7 +25,7 @@ const MAX_HEADER_BYTES: u64 = 100_000_000;
 /// Number of bytes that are read at once: a multiple of every type's size.
 const PIECE_BYTES: usize = 1 << 20;
 
-/// A safetensors file whose header has been read and checked.
+/// A safetensors file whose header has been read and checked. Several threads can read it at once.
 #[derive(Debug)]
 pub struct TensorFile {
     path: PathBuf,
@@ -100,13 +100,13 @@ impl TensorFile {
     }
 
     fn read_bytes(&self, first: usize, mut left: usize, with: &mut dyn FnMut(&[u8])) -> io::Result<()> {
-        let mut file = &self.file;
-        file.seek(SeekFrom::Start(self.data_start + first as u64))?;
+        let mut position = self.data_start + first as u64;
         let mut piece = vec![0; left.min(PIECE_BYTES)];
         while left > 0 {
             let bytes = &mut piece[..left.min(PIECE_BYTES)];
-            file.read_exact(bytes)?;
+            read_exact_at(&self.file, bytes, position)?;
             with(bytes);
+            position += bytes.len() as u64;
             left -= bytes.len();
         }
         Ok(())

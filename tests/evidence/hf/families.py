@@ -65,6 +65,7 @@ CASES = [
     ("cohere", "cohere", small(logit_scale=0.25)),
     ("cohere2", "cohere2", small(num_hidden_layers=3, sliding_window=6, logit_scale=0.25, layer_types=[SLIDING, FULL, SLIDING])),
     ("deepseek_v2", "deepseek_v2", {**DEEPSEEK, "q_lora_rank": None, "routed_scaling_factor": 1.5}),
+    ("deepseek_v2_groups", "deepseek_v2", {**DEEPSEEK, "topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 2}),
     ("deepseek_v3_mtp", "deepseek_v3", {**DEEPSEEK, "n_group": 2, "topk_group": 1, "num_nextn_predict_layers": 1}),
     ("ernie4_5", "ernie4_5", small(head_dim=12, use_bias=True)),
     ("seed_oss", "seed_oss", small(head_dim=12, attention_out_bias=True)),
@@ -110,7 +111,6 @@ MORE = [
     ("cohere2_full", "cohere2", small(layer_types=[FULL, FULL])),
     ("deepseek_v2_bias", "deepseek_v2", {**DEEPSEEK, "attention_bias": True, "n_shared_experts": 2, "first_k_dense_replace": 0}),
     ("deepseek_v2_yarn", "deepseek_v2", {**DEEPSEEK, **rope(**YARN, mscale=0.707, mscale_all_dim=0.707)}),
-    ("deepseek_v2_groups", "deepseek_v2", {**DEEPSEEK, "topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 2}),
     ("ernie4_5_plain", "ernie4_5", small(head_dim=8, tie_word_embeddings=False)),
     ("seed_oss_plain", "seed_oss", small(attention_bias=False, head_dim=8, mlp_bias=True)),
     ("hunyuan_plain", "hunyuan_v1_dense", small(attention_bias=True, tie_word_embeddings=True, head_dim=12)),
@@ -216,8 +216,10 @@ def shortened(shapes):
 def train(model, flat):
     """Losses before and after AdamW steps, as in the README of the other cases."""
     batch = torch.tensor(flat).reshape(2, TOKENS)
-    matrices = [p for p in model.parameters() if p.dim() >= 2]
-    others = [p for p in model.parameters() if p.dim() < 2]
+    # As in transformers' Trainer, biases of experts are vectors, although they are stored together.
+    is_matrix = lambda name, p: p.dim() >= 2 and not name.endswith("bias")
+    matrices = [p for name, p in model.named_parameters() if is_matrix(name, p)]
+    others = [p for name, p in model.named_parameters() if not is_matrix(name, p)]
     optimizer = torch.optim.AdamW([{"params": matrices}, {"params": others, "weight_decay": 0.0}], foreach=False,
                                   lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
     losses = []

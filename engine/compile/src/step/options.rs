@@ -348,7 +348,15 @@ impl StepOptions {
     pub fn remedies(&self) -> Vec<&'static str> {
         // Adapters have hardly any optimizer states. All other trained parameters have those of the update rule.
         let has_states = !matches!(self.trainable, Trainable::Lora(_));
-        let info = ParameterInfo { name: "", dims: &[256, 256], dtype: DType::F32, looked_up: false, masters: false };
+        let info = ParameterInfo {
+            name: "",
+            dims: &[256, 256],
+            dtype: DType::F32,
+            looked_up: false,
+            head: false,
+            vectors: false,
+            masters: false,
+        };
         let state_bytes: u64 = self.optimizer.states(&info).iter().map(|state| state.spec.bytes()).sum();
         let has_large_states = has_states && state_bytes > (info.elements() * size_of::<f32>()) as u64;
         let sequences = self.evaluation_batch();

@@ -96,7 +96,8 @@ impl TrainStep {
         let gradients = differentiate_in(&trace.graph, &self.loss, self.loss_weight, &|parameter| {
             let (name, dims, dtype) = (&trace.name(parameter.id()), parameter.dims(), parameter.dtype());
             let (looked_up, masters) = (looked_up.contains(&parameter.id()), options.precision.has_masters());
-            let info = ParameterInfo { name, dims, dtype, looked_up, masters };
+            let [head, vectors] = trace.marks(parameter.id());
+            let info = ParameterInfo { name, dims, dtype, looked_up, head, vectors, masters };
             let rule = trace.lock().optimizer_of(parameter.id()).cloned();
             if several { rule.as_ref().unwrap_or(options.rule_of(name)).sum_dtype(&info) } else { dtype }
         })?;
@@ -232,6 +233,12 @@ impl Trace {
         let graph = self.lock();
         let lookups = graph.nodes().iter().filter(|node| node.op.name() == "embedding");
         lookups.map(|node| graph.value(node.inputs[0]).root).collect()
+    }
+
+    /// Returns whether a parameter is the weight of an output head, and whether it is a list of vectors.
+    pub fn marks(&self, parameter: ValueId) -> [bool; 2] {
+        let graph = self.lock();
+        [graph.is_head(parameter), graph.has_vectors(parameter)]
     }
 
     /// Returns the number of rows of the smallest table in which tokens are looked up.

@@ -299,7 +299,8 @@ impl Update<'_> {
         self.place(Place::Stage(parameter.owner));
         let Parameter { name, tensor, gradient, dims, shared, .. } = parameter;
         let (looked_up, masters) = (looked_up.contains(&tensor.id()), self.options.precision.has_masters());
-        let parameter_info = ParameterInfo { name, dims, dtype: tensor.dtype(), looked_up, masters };
+        let ([head, vectors], dtype) = (self.trace.marks(tensor.id()), tensor.dtype());
+        let parameter_info = ParameterInfo { name, dims, dtype, looked_up, head, vectors, masters };
         let own = self.trace.lock().optimizer_of(tensor.id()).cloned();
         let (is_own, group) = (own.is_some(), self.options.update.group_of(name));
         let rule = own.unwrap_or_else(|| self.options.rule_of(name).clone());

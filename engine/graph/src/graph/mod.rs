@@ -124,6 +124,10 @@ pub struct Graph {
     rules: HashMap<ValueId, Arc<dyn Optimizer>>,
     /// Parameters that are not trained.
     frozen: HashSet<ValueId>,
+    /// Weights of output heads.
+    heads: HashSet<ValueId>,
+    /// Parameters whose rows are vectors.
+    vectors: HashSet<ValueId>,
     /// The paths of the layers that can have adapters.
     linear_layers: Vec<String>,
     /// Scalars that each training step reports in addition to the loss, with their names.
@@ -267,6 +271,27 @@ impl Graph {
     /// step updates the parameter.
     pub fn optimizer_of(&self, parameter: ValueId) -> Option<&Arc<dyn Optimizer>> {
         self.rules.get(&parameter)
+    }
+
+    /// Marks a parameter as the weight of an output head, whose outputs are logits.
+    pub fn mark_head(&mut self, parameter: ValueId) {
+        let root = self.value(parameter).root;
+        self.heads.insert(root);
+    }
+
+    /// True if a parameter is the weight of an output head ([`Self::mark_head`]).
+    pub fn is_head(&self, parameter: ValueId) -> bool {
+        self.heads.contains(&parameter)
+    }
+
+    /// Marks a parameter as a list of vectors, such as one bias for each expert, and not a matrix.
+    pub fn mark_vectors(&mut self, parameter: ValueId) {
+        self.vectors.insert(parameter);
+    }
+
+    /// True if a parameter is a list of vectors ([`Self::mark_vectors`]).
+    pub fn has_vectors(&self, parameter: ValueId) -> bool {
+        self.vectors.contains(&parameter)
     }
 
     /// Excludes a parameter from training: it gets no gradient.

@@ -3,6 +3,7 @@
 use super::adapter::Adapter;
 use super::{Init, Module, VarBuilder};
 use crate::error::Result;
+use crate::graph::lock;
 use crate::tensor::Tensor;
 
 /// A linear layer: x·Wᵀ + b, plus the contribution of an adapter if the layer has one.
@@ -43,6 +44,7 @@ impl Linear {
     /// # Errors
     /// Returns an error if the shapes do not fit.
     pub fn capped_cross_entropy(&self, xs: &Tensor, targets: &Tensor, cap: Option<f64>) -> Result<Tensor> {
+        lock(self.weight.device()).mark_head(self.weight.id());
         if self.bias.is_some() || self.adapter.is_some() {
             let logits = self.forward(xs)?;
             return cap.map_or(Ok(logits.clone()), |cap| logits.cap(cap))?.cross_entropy(targets);

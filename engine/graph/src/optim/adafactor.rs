@@ -57,12 +57,12 @@ struct Matrices {
 }
 
 impl Matrices {
-    fn of(dims: &[usize]) -> Self {
-        match dims {
-            [outer @ .., rows, columns] if *rows > 1 && *columns > 1 => {
+    fn of(parameter: &ParameterInfo<'_>) -> Self {
+        match parameter.dims {
+            [outer @ .., rows, columns] if parameter.has_matrices() && *rows > 1 && *columns > 1 => {
                 Self { count: outer.iter().product(), rows: *rows, columns: *columns }
             }
-            _ => Self { count: 1, rows: 1, columns: dims.iter().product() },
+            _ => Self { count: 1, rows: 1, columns: parameter.elements() },
         }
     }
 
@@ -96,7 +96,7 @@ impl Optimizer for Adafactor {
     }
 
     fn states(&self, parameter: &ParameterInfo<'_>) -> Vec<State> {
-        let matrices = Matrices::of(parameter.dims);
+        let matrices = Matrices::of(parameter);
         let state = |name, dims: Vec<usize>| State { name, spec: Spec::f32(dims), init: Init::Const(0.0).into() };
         let mut states = match (matrices.is_factored(), parameter.dims) {
             (true, [outer @ .., rows, columns]) => {
@@ -126,7 +126,7 @@ impl Optimizer for Adafactor {
 
     fn update(&self, update: ParameterUpdate<'_>) -> Result<Tensor> {
         let ParameterUpdate { parameter, info, gradient, states, norm, scalars } = update;
-        let matrices = Matrices::of(info.dims);
+        let matrices = Matrices::of(&info);
         let moments = 1 + usize::from(matrices.is_factored());
         let op = AdafactorUpdate {
             rule: *self,

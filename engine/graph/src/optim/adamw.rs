@@ -101,7 +101,7 @@ impl Optimizer for AdamW {
 impl AdamW {
     /// Returns the weight decay of a parameter: 0 for vectors.
     pub(super) fn decay(&self, parameter: &ParameterInfo<'_>) -> f64 {
-        if parameter.dims.len() >= 2 { self.weight_decay } else { 0.0 }
+        if parameter.has_matrices() { self.weight_decay } else { 0.0 }
     }
 
     /// True if the optimizer keeps a master copy of the parameter in a more precise type.

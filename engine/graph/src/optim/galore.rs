@@ -48,7 +48,7 @@ const REFRESH: usize = 3;
 impl GaLore {
     fn projection(&self, parameter: &ParameterInfo<'_>) -> Option<Projection> {
         let &[rows, columns] = parameter.dims else { return None };
-        let applies = !parameter.looked_up && rows.min(columns) > self.rank;
+        let applies = parameter.has_matrices() && !parameter.looked_up && rows.min(columns) > self.rank;
         applies.then_some(Projection { rows, columns, rank: self.rank })
     }
 }

@@ -48,6 +48,12 @@ pub struct ParameterInfo<'a> {
     /// True if the parameter is a table whose rows are looked up by ids, such as a token embedding. In one step, only
     /// the rows that were looked up have gradients.
     pub looked_up: bool,
+    /// True if the parameter is the weight of the output head, on which the model calls
+    /// [`Linear::cross_entropy`](crate::nn::Linear::cross_entropy).
+    pub head: bool,
+    /// True if the parameter is a list of vectors, such as one bias for each expert. Its rows are then treated like
+    /// vectors, and not as a matrix.
+    pub vectors: bool,
     /// True for mixed precision (Micikevicius et al., arXiv 1710.03740, section 3.1). If true, optimizer states and the
     /// sums of gradients are f32, and there is an f32 master copy of a parameter that is stored in a smaller type. If
     /// false, states and sums have the parameter's type, as after PyTorch's `model.to(torch.bfloat16)`.
@@ -58,6 +64,11 @@ impl ParameterInfo<'_> {
     /// Returns the type of the parameter's optimizer states.
     pub fn state_dtype(&self) -> DType {
         if self.masters { DType::F32 } else { self.dtype }
+    }
+
+    /// True if weight decay usually applies: the parameter has matrices, and not vectors.
+    pub fn has_matrices(&self) -> bool {
+        self.dims.len() >= 2 && !self.vectors
     }
 
     /// Number of elements of the whole parameter.

@@ -22,8 +22,10 @@ const ROOT_MEAN_SQUARE: f64 = 0.2;
 /// matrix products of these iterations are operations of the graph, which are planned and run like those of the model.
 /// Muon keeps one moment, while AdamW keeps two.
 ///
-/// In a tensor of several experts, the weight of each expert is a matrix of its own. Vectors, embeddings and the output
-/// head (`lm_head`) are updated by AdamW with the same learning rate.
+/// In a tensor of several experts, the weight of each expert is a matrix of its own, and the bias of each expert a
+/// vector. Vectors, embeddings and the output head are updated by AdamW with the same learning rate. The head is the
+/// layer on which the model calls [`Linear::cross_entropy`](crate::nn::Linear::cross_entropy), or that is named
+/// `lm_head`.
 #[derive(Debug, Clone, Copy, PartialEq, serde::Serialize, serde::Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Muon {
@@ -46,7 +48,9 @@ impl Muon {
     fn is_hidden_matrix(parameter: &ParameterInfo<'_>) -> bool {
         let [.., rows, columns] = parameter.dims else { return false };
         parameter.dims.len() <= 3
+            && parameter.has_matrices()
             && !parameter.looked_up
+            && !parameter.head
             && *rows > 1
             && *columns > 1
             && !parameter.name.contains("lm_head")

@@ -195,7 +195,15 @@ fn the_update_of_a_routers_bias() {
 }
 
 fn info(dims: &[usize]) -> ParameterInfo<'_> {
-    ParameterInfo { name: "parameter", dims, dtype: DType::F32, looked_up: false, masters: true }
+    ParameterInfo {
+        name: "parameter",
+        dims,
+        dtype: DType::F32,
+        looked_up: false,
+        head: false,
+        vectors: false,
+        masters: true,
+    }
 }
 
 /// Checks an optimizer's update of a parameter, given (parameter, gradient) and the norm of all gradients. States are

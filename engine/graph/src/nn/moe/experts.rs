@@ -5,6 +5,7 @@ use serde::{Deserialize, Serialize};
 
 use super::Routing;
 use crate::error::{Error, Result};
+use crate::graph::lock;
 use crate::nn::{Init, VarBuilder};
 use crate::tensor::Tensor;
 
@@ -77,7 +78,11 @@ impl Experts {
             let why = "experts with biases cannot be shared by ranks".to_owned();
             return Err(Error::config("mesh.expert", why, "set it to 1"));
         }
-        let bias = |extent: usize, name: &str| vb.get_with_hints((experts, extent), name, Init::Const(0.0));
+        let bias = |extent: usize, name: &str| -> Result<Tensor> {
+            let bias = vb.get_with_hints((experts, extent), name, Init::Const(0.0))?;
+            lock(vb.device()).mark_vectors(bias.id());
+            Ok(bias)
+        };
         let plain = Self::new(experts, width, hidden, vb.clone())?;
         let (gate_bias, up_bias) = (bias(hidden, "gate_proj_bias")?, bias(hidden, "up_proj_bias")?);
         let down_bias = bias(width, "down_proj_bias")?;
