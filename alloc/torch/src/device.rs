@@ -389,7 +389,9 @@ impl Device {
     /// bytes above the rest of the script are returned to the device.
     fn leave_out_setup(&mut self, first: Event) {
         let Some(player) = &mut self.player else { return };
+        let begin = Instant::now();
         let Some(script) = player.script.beginning_with(first) else { return };
+        self.report.planning_ms += begin.elapsed().as_millis() as u64;
         let (start, end) = (player.base + script.height, player.base + player.script.height);
         let stream = player.script.streams[0].0;
         player.script = Arc::new(script);
