@@ -64,7 +64,7 @@ pub struct Group {
     pub arrangement: Arrangement,
     /// Ticks from the first birth to the last death among the members.
     pub lifetime: Lifetime,
-    /// Bytes from the group's offset to the highest end of a member.
+    /// Bytes from the group's offset to the highest end of a member that has bytes.
     pub bytes: u64,
     /// The least common multiple of the members' alignments.
     pub alignment: u64,
@@ -378,7 +378,10 @@ impl Group {
         (self.phase, self.alignment) = congruent((self.phase, self.alignment), (own, b.alignment))
             .ok_or((id, "has an alignment that is too large together with those of the members before it"))?;
         let end = distance.checked_add(b.bytes).ok_or((id, "makes the group larger than the address space"))?;
-        self.bytes = self.bytes.max(end);
+        // A member without bytes keeps its distance, but takes no space.
+        if b.bytes > 0 {
+            self.bytes = self.bytes.max(end);
+        }
         self.lifetime = match self.members.is_empty() {
             true => b.lifetime.clone(),
             false => self.lifetime.start.min(b.lifetime.start)..self.lifetime.end.max(b.lifetime.end),
@@ -392,11 +395,17 @@ impl Group {
     fn addressable(self) -> Result<Self, Misfit> {
         let at = self.offset.unwrap_or(self.phase);
         match self.members.first() {
-            Some(&first) if at % self.alignment != self.phase || at.checked_add(self.bytes).is_none() => {
+            Some(&first) if at % self.alignment != self.phase || at.checked_add(self.reach()).is_none() => {
                 Err((first, "misses its alignment or leaves the address space because of another member"))
             }
             _ => Ok(self),
         }
+    }
+
+    /// Bytes from the group's offset to the highest end of a member. A member without bytes may end above
+    /// [`bytes`](Self::bytes).
+    pub(crate) fn reach(&self) -> u64 {
+        self.distances.iter().copied().fold(self.bytes, u64::max)
     }
 
     /// The lowest offset from `at` on that the members' alignments allow; `None` beyond the address space.
@@ -404,8 +413,8 @@ impl Group {
         at.saturating_sub(self.phase).checked_next_multiple_of(self.alignment)?.checked_add(self.phase)
     }
 
-    /// True if one rectangle stands for the group without loss: the members live equally long, leave no byte between
-    /// them, and any order of them needs the same offsets.
+    /// True if one rectangle stands for the group without loss: the members live equally long, lie in its bytes, leave no
+    /// byte between them, and any order of them needs the same offsets.
     pub(crate) fn is_rectangle(&self, buffers: &[Buffer]) -> bool {
         let members = || self.members.iter().map(|id| &buffers[id.index()]);
         let is_any_order_alike = self.members.len() < 2
@@ -413,6 +422,7 @@ impl Group {
         members().all(|b| b.lifetime == self.lifetime)
             && members().map(|b| u128::from(b.bytes)).sum::<u128>() == u128::from(self.bytes)
             && (self.phase == 0 || self.offset.is_some())
+            && self.reach() == self.bytes
             && (self.arrangement != Arrangement::AnyOrder || is_any_order_alike)
     }
 }

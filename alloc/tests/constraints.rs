@@ -28,7 +28,8 @@ fn rows() -> impl Strategy<Value = Vec<Row>> {
 type Together = (u8, Vec<(prop::sample::Index, u64)>);
 
 fn groups() -> impl Strategy<Value = Vec<Together>> {
-    let members = prop::collection::vec((any::<prop::sample::Index>(), 0..4u64), 2..5);
+    let distances = prop_oneof![6 => 0..4u64, 1 => 4..20u64];
+    let members = prop::collection::vec((any::<prop::sample::Index>(), distances), 2..5);
     prop::collection::vec((0..4u8, members), 0..3)
 }
 
@@ -197,4 +198,22 @@ generated! {
         };
         prop_assert!(planned.fit != Fit::Impossible || !ways.clone().any(|pools| holds(&pools)), "{}", told());
     }
+}
+
+/// A member without bytes keeps its distance, but takes no space: the group is no larger, wherever that member lies.
+#[test]
+fn a_member_without_bytes_makes_no_group_larger() {
+    let (a, empty, b) = (BufferId(0), BufferId(1), BufferId(2));
+    let buffers = vec![Buffer::new(0..2, 10), Buffer::new(0..2, 0), Buffer::new(1..3, 20)];
+    let problem = Problem::new(buffers.clone()).unwrap().together(vec![(a, 0), (empty, 100)]).unwrap();
+    assert_eq!(problem.groups()[0].bytes, 10);
+    let solution = plan(&problem, &Options { capacity: Some(30), ..Options::default() });
+    assert_eq!((solution.height, solution.bound(), solution.fit), (30, 30, Fit::Fits));
+    assert_eq!(solution.offsets[empty.index()], solution.offsets[a.index()] + 100);
+    assert_eq!(check(&problem, &solution.offsets, Some(30)), Ok(()));
+    assert_eq!(solution.offsets[b.index()] % 10, 0);
+    // The distance of such a member still has to be an address.
+    let far = Problem::new(buffers).unwrap().together(vec![(empty, u64::MAX), (a, 0)]).unwrap();
+    let solution = plan(&far, &Options::default());
+    assert_eq!((solution.height, solution.offsets[a.index()]), (30, 0));
 }

@@ -51,6 +51,8 @@ pub struct Explanation {
     phases: Vec<String>,
     /// Names of the buffers to change.
     names: BTreeMap<BufferId, String>,
+    /// True if a buffer of the user's may be several buffers of the problem.
+    in_pieces: bool,
 }
 
 /// Explains why `problem` does not fit the capacity of `options`. Returns `None` if `solution` fits, or if there is no
@@ -90,6 +92,7 @@ pub fn explain(problem: &Problem, labels: &[Label], solution: &Solution, options
         cut_short: deadline.has_passed(),
         phases: Vec::new(),
         names: BTreeMap::new(),
+        in_pieces: false,
     };
     Some(explanation.named(|id| match labels.get(id.index()) {
         Some(label) => format!("{} ({})", label.tensor, label.role.name()),
@@ -117,6 +120,12 @@ impl Explanation {
         self
     }
 
+    /// Returns the same explanation of a problem whose buffers are [`Pieces`](crate::Pieces) of the user's. The text then
+    /// counts pieces and claims no minimum: a change of a whole buffer may change several pieces at once.
+    pub fn of_pieces(self) -> Self {
+        Self { in_pieces: true, ..self }
+    }
+
     /// Returns the same explanation, which then also names the phases of `marks` that contain the peak tick.
     pub fn during(mut self, marks: &[Mark]) -> Self {
         let there = marks.iter().filter(|mark| mark.ticks.contains(&self.peak_tick));
@@ -124,16 +133,22 @@ impl Explanation {
         self
     }
 
+    /// The word for a buffer of the problem.
+    fn unit(&self) -> &'static str {
+        if self.in_pieces { "piece" } else { "buffer" }
+    }
+
     fn write(&self, f: &mut fmt::Formatter<'_>, remedy: &Remedy) -> fmt::Result {
         let Remedy { changes, size, at_least } = remedy;
         let s = if *size == 1 { "" } else { "s" };
         match changes.first() {
-            Some(Change::LeaveOut(_)) => write!(f, "it would fit without {size} buffer{s}")?,
+            Some(Change::LeaveOut(_)) => write!(f, "it would fit without {size} {}{s}", self.unit())?,
             Some(Change::Shrink(..)) => write!(f, "it would fit with {} less", Bytes(*size))?,
             Some(Change::Free(..)) => write!(f, "it would fit with {size} lifetime{s} interrupted")?,
             None => return Ok(()),
         }
         match at_least {
+            _ if self.in_pieces => writeln!(f, "; a smaller change may exist:")?,
             _ if remedy.is_smallest() => writeln!(f, ", which is the minimum:")?,
             0 => writeln!(f, "; a smaller change may exist:")?,
             _ => writeln!(f, "; at least {at_least} are needed:")?,
@@ -187,7 +202,7 @@ impl fmt::Display for Explanation {
         if let [first, rest @ ..] = &self.part[..] {
             let name = |id: &BufferId| self.names.get(id).map_or("?", String::as_str);
             let (s, verb) = if rest.is_empty() { ("", "does") } else { ("s", "do") };
-            write!(f, "{} buffer{s} alone {verb} not fit: {}", self.part.len(), name(first))?;
+            write!(f, "{} {}{s} alone {verb} not fit: {}", self.part.len(), self.unit(), name(first))?;
             rest.iter().take(PART_NAMES - 1).try_for_each(|id| write!(f, ", {}", name(id)))?;
             match self.part.len().saturating_sub(PART_NAMES) {
                 0 => writeln!(f)?,
@@ -205,7 +220,7 @@ impl fmt::Display for Explanation {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Buffer, Options, plan};
+    use crate::{Buffer, Gap, Options, Pieces, plan};
 
     fn label(tensor: &str, role: Role) -> Label {
         Label { tensor: tensor.into(), op: String::new(), layer: String::new(), role }
@@ -241,5 +256,19 @@ mod tests {
           q (activation): ticks 2 to 3
           k (activation): ticks 3 to 4
         ");
+    }
+
+    /// The buffer with a gap is two pieces. Either one alone is too little, but the whole buffer is one change.
+    #[test]
+    fn pieces_are_no_minimum() {
+        let buffers = vec![Buffer::new(0..6, 60), Buffer::new(0..2, 50), Buffer::new(4..6, 50)];
+        let gaps = [Gap { buffer: BufferId(0), ticks: 2..4, window: None }];
+        let pieces = Pieces::new(&Problem::new(buffers).unwrap(), &gaps).unwrap();
+        let options = Options { capacity: Some(70), ..Options::default() };
+        let solution = plan(&pieces.problem, &options);
+        let text = explain(&pieces.problem, &[], &solution, &options).unwrap().of_pieces().to_string();
+        assert!(text.contains("it would fit without 2 pieces; a smaller change may exist:"), "{text}");
+        assert!(text.contains("2 pieces alone do not fit"), "{text}");
+        assert!(!text.contains("minimum") && !text.contains("at least 2"), "{text}");
     }
 }

@@ -58,7 +58,7 @@ pub struct OutOfMemory {
 /// The number of iterations from the start that a saved plan may have.
 const MOST_SAVED: usize = 16;
 
-/// The number of requests without a free between them from which on the first iteration's requests are expected to stay.
+/// The number of requests without a free between them after which the first iteration's further ones are expected to stay.
 /// An optimizer requests its states like this; a forward frees something every few requests.
 const RUN_THAT_STAYS: u32 = 4;
 
@@ -361,9 +361,11 @@ impl Device {
     /// The planned address of a request, if the plan has one that is idle.
     fn planned(&mut self, bytes: u64, stream: Stream) -> Option<(u64, (usize, usize))> {
         let player = self.player.as_mut()?;
-        if self.predicted && self.recording.events.is_empty() {
-            player.begin_with(Event::Allocate { bytes, stream });
+        // A script is cut off only before its first request is played. Loose play has positions in the whole script.
+        if self.predicted && player.exact && self.recording.events.is_empty() {
+            self.leave_out_setup(Event::Allocate { bytes, stream });
         }
+        let player = self.player.as_mut()?;
         if player.exact {
             let index = player.position();
             if player.expects(Event::Allocate { bytes, stream }) {
@@ -381,6 +383,22 @@ impl Device {
         };
         player.play(index);
         Some((address, (player.iteration(), index)))
+    }
+
+    /// Leaves out what the predicted script has before its iteration, which begins with the request `first`. The region's
+    /// bytes above the rest of the script are returned to the device.
+    fn leave_out_setup(&mut self, first: Event) {
+        let Some(player) = &mut self.player else { return };
+        let begin = Instant::now();
+        let Some(script) = player.script.beginning_with(first) else { return };
+        self.report.planning_ms += begin.elapsed().as_millis() as u64;
+        let (start, end) = (player.base + script.height, player.base + player.script.height);
+        let stream = player.script.streams[0].0;
+        player.script = Arc::new(script);
+        if start < end {
+            self.heap.give(start, end - start, stream);
+            self.heap.trim();
+        }
     }
 
     /// Serves a request without a plan.
@@ -587,16 +605,19 @@ impl Device {
     }
 
     /// Maps a region for a script, plays it from now on, and returns idle pages to the device. Returns false if the script
-    /// cannot be played; the remark then says why.
+    /// cannot be played; the remark then says why. A script that has no memory leaves the earlier one in play.
     fn play(&mut self, script: Script) -> bool {
         self.report.remark = None;
-        self.give_up_plan();
         if script.height == 0 {
+            self.give_up_plan();
             self.report.remark = Some("an iteration frees nothing that it requests, so nothing is planned".into());
             return false;
         }
+        // The idle bytes of the earlier region serve the new one.
+        self.deviate();
         match self.heap.map_region(script.height, script.streams[0].0) {
             Ok(base) => {
+                self.give_up_plan();
                 for (stream, _) in &script.streams {
                     self.heap.expect_stream(*stream);
                 }

@@ -39,13 +39,6 @@ impl Player {
         player
     }
 
-    /// Leaves out what the script has before its iteration, which begins with the request `first`.
-    pub fn begin_with(&mut self, first: Event) {
-        if let Some(script) = self.script.beginning_with(first) {
-            self.script = Arc::new(script);
-        }
-    }
-
     /// The iteration of the script that is played.
     pub fn iteration(&self) -> usize {
         self.iteration

@@ -7,7 +7,7 @@
 use std::collections::{BTreeMap, HashSet};
 use std::ops::Range;
 
-use gapless_alloc::{Buffer, Options, Problem, check, plan};
+use gapless_alloc::{Buffer, Options, Problem, check, lower_bound, plan};
 use serde::{Deserialize, Serialize};
 
 use crate::pages::Stream;
@@ -82,16 +82,14 @@ impl Script {
     /// Returns the planner's error, or the first violation that the check finds.
     pub fn plan(iterations: &[&Iteration]) -> Result<Self, NoPlan> {
         let lives = lives(iterations);
-        let mut by_stream: BTreeMap<Stream, Vec<usize>> = BTreeMap::new();
-        for (id, life) in lives.iter().enumerate().filter(|(_, life)| life.planned) {
-            by_stream.entry(life.request.stream).or_default().push(id);
-        }
+        let by_stream = by_stream(&lives);
+        // Streams are planned one after another, and share the time that one plan may take.
+        let work = Options::DEFAULT_WORK / by_stream.len().max(1) as u64;
         let mut offsets = vec![None; lives.len()];
         let (mut height, mut bound, mut streams) = (0, 0, Vec::new());
         for (stream, ids) in by_stream {
-            let buffer = |&id: &usize| Buffer::new(lives[id].ticks.clone(), lives[id].request.bytes).aligned(ALIGNMENT);
-            let problem = Problem::new(ids.iter().map(buffer).collect()).map_err(|e| NoPlan::Problem(e.to_string()))?;
-            let solution = plan(&problem, &Options { threads: Some(1), ..Options::default() });
+            let problem = problem(&lives, &ids)?;
+            let solution = plan(&problem, &Options { threads: Some(1), work, ..Options::default() });
             check(&problem, &solution.offsets, Some(solution.height)).map_err(|v| NoPlan::Check(v[0].to_string()))?;
             for (&id, offset) in ids.iter().zip(solution.offsets) {
                 offsets[id] = Some(height + offset);
@@ -176,6 +174,8 @@ impl Script {
     /// The first iteration is recorded from the start of the process, so its script has the requests of the job's setup
     /// before those of its iteration. Nothing planned is alive between the two. The longest part in which something
     /// always is alive belongs to the iteration: gradients of one micro-batch stay until the last.
+    ///
+    /// If the setup is what needed the most bytes, the rest is planned again, so that no bytes are kept for the setup.
     pub(crate) fn beginning_with(&self, first: Event) -> Option<Self> {
         let Planned { events, offsets, requests } = &self.iterations[0];
         let (mut alive, mut start, mut longest, mut starts) = (0, 0, 0..0, Vec::new());
@@ -205,11 +205,15 @@ impl Script {
             Event::Free(key) => Event::Free(renumber(key)),
             Event::Use { key, stream } => Event::Use { key: renumber(key), stream },
         });
-        let planned = Planned {
-            events: events.collect(),
-            offsets: offsets[before..].to_vec(),
-            requests: requests[before..].to_vec(),
-        };
+        let rest = Iteration { events: events.collect() };
+        if bound(&rest).is_ok_and(|bound| bound < self.lower_bound)
+            && let Ok(script) = Self::plan(&[&rest])
+            && script.height < self.height
+        {
+            return Some(script);
+        }
+        let planned =
+            Planned { events: rest.events, offsets: offsets[before..].to_vec(), requests: requests[before..].to_vec() };
         Some(Self { iterations: vec![planned], streams: self.streams.clone(), ..*self })
     }
 
@@ -231,6 +235,27 @@ impl Script {
 pub(crate) fn temporaries(iteration: &Iteration) -> Vec<Buffer> {
     let lives = lives(&[iteration]).into_iter().filter(|life| life.planned);
     lives.map(|life| Buffer::new(life.ticks, life.request.bytes)).collect()
+}
+
+/// The planned requests of each stream, as indices into `lives`.
+fn by_stream(lives: &[Life]) -> BTreeMap<Stream, Vec<usize>> {
+    let mut by_stream: BTreeMap<Stream, Vec<usize>> = BTreeMap::new();
+    for (id, life) in lives.iter().enumerate().filter(|(_, life)| life.planned) {
+        by_stream.entry(life.request.stream).or_default().push(id);
+    }
+    by_stream
+}
+
+/// The problem of one stream.
+fn problem(lives: &[Life], ids: &[usize]) -> Result<Problem, NoPlan> {
+    let buffer = |&id: &usize| Buffer::new(lives[id].ticks.clone(), lives[id].request.bytes).aligned(ALIGNMENT);
+    Problem::new(ids.iter().map(buffer).collect()).map_err(|e| NoPlan::Problem(e.to_string()))
+}
+
+/// The lower bound of an iteration's plan.
+fn bound(iteration: &Iteration) -> Result<u64, NoPlan> {
+    let lives = lives(&[iteration]);
+    by_stream(&lives).values().map(|ids| problem(&lives, ids).map(|problem| lower_bound(&problem))).sum()
 }
 
 /// Checks that every free and use is of a request that was made before and is alive.

@@ -97,3 +97,43 @@ fn a_kept_tensor_moves_the_plan() {
     assert!(report.reserved < report.alive + report.planned + (24 << 20), "{report:?}");
     assert!(job.device.free(kept));
 }
+
+/// A setup that needs more bytes than the iterations (a model in f32 that becomes bf16) takes none from them.
+#[test]
+fn a_large_setup_keeps_no_bytes() {
+    const MIB: u64 = 1 << 20;
+    let options = Options { check: true, wait_for_plan: true, saved_plan: None };
+    let mut device = Device::new(0, Box::new(CountedPages::new(1 << 30)), options).unwrap();
+    let wide = device.allocate(80 * MIB, 0).unwrap();
+    device.allocate(40 * MIB, 0).unwrap();
+    device.free(wide);
+    for _ in 0..4 {
+        let saved = [20, 10].map(|mib| device.allocate(mib * MIB, 0).unwrap());
+        assert!(saved.into_iter().all(|address| device.free(address)));
+        device.step();
+    }
+    let report = device.report();
+    assert_eq!((report.planned, report.lower_bound, report.reserved), (30 * MIB, 30 * MIB, 70 * MIB), "{report:?}");
+    assert_eq!((report.plans, report.exact_iterations, report.deviations), (1, 3, 0), "{report:?}");
+}
+
+/// A program that catches the error of the second iteration's first request goes on. The prediction is cut off at its
+/// first request only while play is exact.
+#[test]
+fn a_refused_first_request_leaves_the_prediction_whole() {
+    const MIB: u64 = 1 << 20;
+    let options = Options { check: true, wait_for_plan: true, saved_plan: None };
+    let mut device = Device::new(0, Box::new(CountedPages::new(128 * MIB)), options).unwrap();
+    let setup = device.allocate(8 * MIB, 0).unwrap();
+    device.free(setup);
+    let iteration = |device: &mut Device, second| {
+        let saved = [20, second].map(|mib| device.allocate(mib * MIB, 0).unwrap());
+        assert!(saved.into_iter().all(|address| device.free(address)));
+        device.step();
+    };
+    iteration(&mut device, 10);
+    device.allocate(256 * MIB, 0).unwrap_err();
+    iteration(&mut device, 6);
+    (0..4).for_each(|_| iteration(&mut device, 10));
+    assert_eq!(device.report().exact_iterations, 2, "{:?}", device.report());
+}

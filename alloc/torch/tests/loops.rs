@@ -130,6 +130,10 @@ fn disturbances_are_survived() {
         assert!(report["deviations"].as_u64().unwrap() > 0, "{name}: {report}");
         assert!(exact > 5 || name.starts_with("moe"), "{name}: {report}");
     }
+    // Without disturbances, Python ends normally.
+    let text = torch.script("disturbances.py", &["gpt2", "0", "6"]);
+    let report: Value = serde_json::from_str(text.lines().next().unwrap()).unwrap();
+    assert_eq!((&report["exact_iterations"], &report["deviations"]), (&5.into(), &0.into()), "{report}");
 }
 
 #[test]

@@ -460,6 +460,29 @@ fn a_plan_without_memory_is_not_made_again() {
     assert_eq!((device.report().plans, device.report().remark), (1, None));
 }
 
+/// A plan that has no memory does not end play of the one before it.
+#[test]
+fn a_plan_without_memory_leaves_the_earlier_one() {
+    let options = Options { check: true, wait_for_plan: true, saved_plan: None };
+    let mut device = Device::new(0, Box::new(CountedPages::new(40 << 20)), options).unwrap();
+    (0..3).for_each(|_| simple_iteration(&mut device, &[20 << 20]));
+    // Each iteration needs 24 MiB and keeps 10. After two of them, no 24 MiB are left.
+    let mut kept = Vec::new();
+    for _ in 0..2 {
+        let address = device.allocate(24 << 20, 0).unwrap();
+        device.free(address);
+        kept.push(device.allocate(10 << 20, 0).unwrap());
+        device.step();
+    }
+    let before = device.report();
+    assert!(before.remark.as_ref().is_some_and(|remark| remark.contains("no memory")), "{before:?}");
+    assert_eq!((before.plans, before.planned, before.exact_iterations), (1, 20 << 20, 2), "{before:?}");
+    assert!(kept.into_iter().all(|address| device.free(address)));
+    (0..3).for_each(|_| simple_iteration(&mut device, &[20 << 20]));
+    let report = device.report();
+    assert_eq!((report.plans, report.exact_iterations), (1, 4), "{report:?}");
+}
+
 /// Sizes that no device has are refused like any other that does not fit.
 #[test]
 fn a_size_above_all_addresses_is_refused() {

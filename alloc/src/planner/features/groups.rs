@@ -95,7 +95,7 @@ fn in_rectangles(problem: &Problem) -> Option<Problem> {
         let overlapping = buffers[later].lifetime.start + 1;
         buffers[first].lifetime.end = buffers[first].lifetime.end.max(overlapping);
     }
-    let groups = problem.groups().iter().map(|g| u128::from(g.bytes) + u128::from(g.phase) + u128::from(g.alignment));
+    let groups = problem.groups().iter().map(|g| u128::from(g.reach()) + u128::from(g.phase) + u128::from(g.alignment));
     let alone = problem.buffers().iter().map(|b| u128::from(b.bytes) + u128::from(b.alignment));
     let is_addressable = groups.chain(alone).sum::<u128>() <= u64::MAX.into();
     problem.with_groups(|_| true).with_buffers(buffers).ok().filter(|_| is_addressable)
@@ -455,7 +455,7 @@ impl<'p> RigidUnits<'p> {
             }
             at = at.max(unit.aligned_from(to)?);
         }
-        at.checked_add(unit.bytes).map(|_| at)
+        at.checked_add(unit.reach()).map(|_| at)
     }
 }
 

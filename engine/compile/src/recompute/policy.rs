@@ -53,13 +53,28 @@ impl Recompute {
     /// # Errors
     /// Returns an error if the name already means a policy.
     pub fn register(name: &str, policy: impl RecomputePolicy + 'static) -> Result<Self> {
-        if name.parse::<Self>().is_ok() {
+        // Two threads that register the same name must not both find it free.
+        let mut added = ADDED.write().unwrap_or_else(PoisonError::into_inner);
+        if Self::built_in(name).is_some() || added.iter().any(|(other, _)| other == name) {
             let why = format!("{name:?} already means a policy");
             return Err(Error::config("memory.recompute", why, "register the policy under another name"));
         }
         let policy = CustomPolicy(Arc::new(policy));
-        ADDED.write().unwrap_or_else(PoisonError::into_inner).push((name.to_owned(), policy.clone()));
+        added.push((name.to_owned(), policy.clone()));
         Ok(Self::Custom(policy))
+    }
+
+    /// Parses a policy that needs no registration. Returns `None` if the text names none.
+    fn built_in(text: &str) -> Option<Self> {
+        let names = |names: &str| names.split(',').map(str::to_owned).collect();
+        match text.split_once(':') {
+            None if text == "none" => Some(Self::None),
+            None if text == "layers" => Some(Self::Layers(Layers::All)),
+            Some(("layers", layers)) => Some(Self::Layers(Layers::Named(names(layers)))),
+            Some(("ops", ops)) => Some(Self::Ops(names(ops))),
+            Some(("first", count)) => Some(Self::Layers(Layers::First(count.parse().ok()?))),
+            _ => None,
+        }
     }
 }
 
@@ -96,27 +111,18 @@ impl FromStr for Recompute {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
-        let names = |names: &str| names.split(',').map(str::to_owned).collect();
-        match text.split_once(':') {
-            None if text == "none" => Ok(Self::None),
-            None if text == "layers" => Ok(Self::Layers(Layers::All)),
-            Some(("layers", layers)) => Ok(Self::Layers(Layers::Named(names(layers)))),
-            Some(("ops", ops)) => Ok(Self::Ops(names(ops))),
-            Some(("first", count)) if count.parse::<usize>().is_ok() => {
-                Ok(Self::Layers(Layers::First(count.parse().unwrap_or_default())))
-            }
-            _ => {
-                let added = ADDED.read().unwrap_or_else(PoisonError::into_inner);
-                let found = added.iter().find(|(name, _)| name == text).map(|(_, policy)| policy.clone());
-                found.map(Self::Custom).ok_or_else(|| {
-                    Error::config(
-                        "memory.recompute",
-                        format!("{text:?} is not a policy"),
-                        "use none, layers, first:8, layers:h.3,h.7, ops:layer_norm,gelu, or the name of a registered policy",
-                    )
-                })
-            }
+        if let Some(policy) = Self::built_in(text) {
+            return Ok(policy);
         }
+        let added = ADDED.read().unwrap_or_else(PoisonError::into_inner);
+        let found = added.iter().find(|(name, _)| name == text).map(|(_, policy)| policy.clone());
+        found.map(Self::Custom).ok_or_else(|| {
+            Error::config(
+                "memory.recompute",
+                format!("{text:?} is not a policy"),
+                "use none, layers, first:8, layers:h.3,h.7, ops:layer_norm,gelu, or the name of a registered policy",
+            )
+        })
     }
 }
 
@@ -289,6 +295,26 @@ fn select<'g>(blocks: &[&'g str], layers: &Layers) -> Result<BTreeSet<&'g str>> 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[derive(Debug)]
+    struct Nothing;
+
+    impl RecomputePolicy for Nothing {
+        fn drops(&self, _: &Spec, _: &Node) -> bool {
+            false
+        }
+    }
+
+    /// Of threads that register the same name at once, one succeeds.
+    #[test]
+    fn a_name_is_registered_once() {
+        let register = || std::thread::spawn(|| Recompute::register("registered-once", Nothing).is_ok());
+        let threads: Vec<_> = (0..16).map(|_| register()).collect();
+        let registered: Vec<bool> = threads.into_iter().map(|thread| thread.join().unwrap()).collect();
+        assert_eq!(registered.iter().filter(|&&is_registered| is_registered).count(), 1);
+        assert!(Recompute::register("first:2", Nothing).is_err());
+        assert!(matches!("registered-once".parse(), Ok(Recompute::Custom(_))));
+    }
 
     #[test]
     fn a_layer_is_named_up_to_its_number() {

@@ -97,7 +97,8 @@ pub fn place_table(arguments: &Arguments, table: &Table, name: &str, work: u64) 
             }
             _ => table.ids[id.index()].clone(),
         };
-        tell_why(&solution, why.map(|why| why.named(name)));
+        let why = why.map(|why| why.named(name)).map(|why| if pieces.is_some() { why.of_pieces() } else { why });
+        tell_why(&solution, why);
     }
     Ok(solution.fit)
 }
