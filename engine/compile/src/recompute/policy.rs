@@ -305,7 +305,7 @@ mod tests {
         }
     }
 
-    /// Of threads that register the same name at once, one succeeds.
+    /// One of several threads that register the same name at once succeeds.
     #[test]
     fn a_name_is_registered_once() {
         let register = || std::thread::spawn(|| Recompute::register("registered-once", Nothing).is_ok());
