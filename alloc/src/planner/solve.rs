@@ -1,16 +1,12 @@
 //! The steps that are tried on a part, their order and their shares of the work.
 
-use std::cmp::Reverse;
-use std::collections::BTreeMap;
-
 use super::budget::Budget;
 use super::decompose::parts::{Part, Placement};
 use super::decompose::regions::regions;
 use super::decompose::timeline::Timeline;
 use super::improve::ejection::Ejection;
 use super::place::strips::strips;
-use super::prove::exact::{Exact, Verdict, search};
-use super::space::reserved::Reserved;
+use super::prove::exact::{Verdict, search};
 use crate::order::sort_by_key;
 
 /// The heights at which the plan of a part aims.
@@ -41,12 +37,8 @@ pub(crate) struct Solver<'p> {
     pub proven: u64,
     /// Number of placements that were tried, including placements of one half of time.
     pub placements: u64,
-    /// Number of attempts of sweeps with backtracking so far, by ceiling.
-    pub attempts: BTreeMap<u64, u64>,
     /// Plans that are being repaired, the lowest first.
     repairs: Vec<Ejection<'p>>,
-    /// The search for a plan of the goal's height, which each further share of the work resumes.
-    goal_search: Option<Exact<'p>>,
 }
 
 /// A step that may lower the plan.
@@ -72,29 +64,11 @@ enum Method {
     Search,
 }
 
-/// The steps after plain sweeps, in passes. The first pass settles most parts; later ones repeat its steps with more
-/// work. Each number is a divisor: with 48, the step may spend a 48th of the remaining work.
-const PASSES: [&[(u64, Method)]; 3] = [
-    &[
-        (22, Method::Backtracking),
-        (48, Method::Repair),
-        (32, Method::Learning),
-        (8, Method::Regions),
-        (16, Method::LongFirst),
-        (8, Method::Strips),
-    ],
-    &[(3, Method::Repair), (4, Method::Backtracking)],
-    &[(1, Method::Repair)],
-];
-
-/// The first steps for a small part.
-const SMALL_STEPS: [(u64, Method); 4] =
-    [(16, Method::LongFirst), (2, Method::OpenStacks), (8, Method::Backtracking), (8, Method::Search)];
-
-/// The steps for a small part after [`SMALL_STEPS`]. Many short repairs and sweeps find more here than a few long ones.
-const MORE_SMALL_STEPS: [(u64, Method); 12] = [
-    (22, Method::Backtracking),
+/// The steps after plain sweeps. The first steps settle most parts; the later ones repeat them with more work. Each
+/// number is a divisor: with 64, the step may spend a 64th of the remaining work.
+const METHODS: [(u64, Method); 12] = [
     (64, Method::Repair),
+    (22, Method::Backtracking),
     (32, Method::Learning),
     (8, Method::Regions),
     (16, Method::LongFirst),
@@ -107,15 +81,15 @@ const MORE_SMALL_STEPS: [(u64, Method); 12] = [
     (1, Method::Repair),
 ];
 
+/// The first steps for a small part.
+const SMALL_STEPS: [(u64, Method); 3] = [(16, Method::LongFirst), (2, Method::OpenStacks), (8, Method::Search)];
+
 /// The steps for a region that is planned alone.
 const REGION_STEPS: [(u64, Method); 5] =
     [(1, Method::Sweeps), (2, Method::Search), (2, Method::Backtracking), (3, Method::LongFirst), (1, Method::Repair)];
 
 /// Number of plans that are kept for repairs.
 const REPAIRS: usize = 3;
-
-/// Most items in all plans but the first that are kept for repairs. Each takes some 250 bytes of memory.
-const MAX_REPAIRED: usize = 500_000;
 
 /// Most heights between the goal and the best plan that sweeps with backtracking try.
 const HEIGHTS: u32 = 6;
@@ -124,16 +98,13 @@ const HEIGHTS: u32 = 6;
 /// item at every step, so it is cheap for small parts only.
 const SMALL: (usize, u64) = (3_000, 500_000);
 
-/// A part with more items than this is large.
-const LARGE: usize = 60_000;
-
 /// For a small part, the steps after the first search get 1/`SMALL_SHARE` of the work. The rest is for further
 /// searches.
 const SMALL_SHARE: u64 = 8;
 
-/// Work per item for one height in the first round of searches.
+/// Work per item that a search and a repair spend on one height at first.
 const WORK_PER_HEIGHT: u64 = 120_000;
-/// The percentage of a height's work that the search gets; the repair gets the rest.
+/// The percentage of [`WORK_PER_HEIGHT`] that the search gets; the repair gets the rest.
 const SEARCH_PERCENT: u64 = 70;
 
 /// The range of heights still to try is small if it is less than 1/`LITTLE_LEFT` of the whole range.
@@ -181,18 +152,7 @@ pub(crate) fn solve_parts(parts: &[Part], aim: u64, mut enough: u64, budget: &mu
 impl<'p> Solver<'p> {
     pub fn new(part: &'p Part, goal: Goal) -> Self {
         let (forward, backward) = (Timeline::forward(part), Timeline::backward(part));
-        Self {
-            part,
-            goal,
-            forward,
-            backward,
-            best: None,
-            proven: part.bound,
-            placements: 0,
-            attempts: BTreeMap::new(),
-            repairs: Vec::new(),
-            goal_search: None,
-        }
+        Self { part, goal, forward, backward, best: None, proven: part.bound, placements: 0, repairs: Vec::new() }
     }
 
     /// Keeps a plan if it is lower than the best so far.
@@ -222,18 +182,6 @@ impl<'p> Solver<'p> {
         }
     }
 
-    /// Runs all passes. If a pass does not lower the plan of a large part, a repair with a third of the rest is the last
-    /// step, since the repair of a pass may have had too little work.
-    fn run_passes(&mut self, budget: &mut Budget) {
-        for steps in PASSES {
-            let before = self.height();
-            self.run(steps, budget);
-            if self.part.items.len() > LARGE && self.height() == before {
-                return self.run(&[(3, Method::Repair)], budget);
-            }
-        }
-    }
-
     fn make(&mut self, step: Method, budget: &mut Budget) {
         match step {
             Method::Sweeps => self.sweep_once(budget),
@@ -251,12 +199,12 @@ impl<'p> Solver<'p> {
     /// Runs the steps after plain sweeps, the cheapest first, until the goal is met or the budget is spent.
     fn improve(&mut self, budget: &mut Budget) {
         if !self.is_small() {
-            return self.run_passes(budget);
+            return self.run(&METHODS, budget);
         }
         self.run(&SMALL_STEPS, budget);
         // A small part keeps most of its work for searches.
         if self.proven <= self.goal.ceiling {
-            budget.within(budget.left() / SMALL_SHARE, |budget| self.run(&MORE_SMALL_STEPS, budget));
+            budget.within(budget.left() / SMALL_SHARE, |budget| self.run(&METHODS, budget));
         }
         self.close_in(budget);
     }
@@ -266,29 +214,16 @@ impl<'p> Solver<'p> {
         items.len() <= SMALL.0 && items.iter().map(|item| u64::from(item.cliques())).sum::<u64>() <= SMALL.1
     }
 
-    /// Searches for a plan of the goal's height, or for a proof that there is none. Continues the search of the call
-    /// before, unless the goal has changed.
+    /// Searches for a plan of the goal's height, or for a proof that there is none.
     fn search_goal(&mut self, budget: &mut Budget) {
-        if !self.is_small() || self.is_met() {
-            return;
+        if self.is_small() && !self.is_met() {
+            self.search(self.goal.enough.max(self.proven), budget);
         }
-        let goal = self.goal.enough.max(self.proven);
-        if !self.part.forbidden.is_empty() {
-            return self.search(goal, budget);
-        }
-        let earlier = self.goal_search.take().filter(|exact| exact.capacity == goal);
-        let Some(mut exact) = earlier.or_else(|| Exact::new(self.part, goal, *budget)) else { return };
-        self.learn(exact.run(budget), goal);
-        self.goal_search = Some(exact);
     }
 
     /// Searches for a plan of at most `capacity` bytes.
     fn search(&mut self, capacity: u64, budget: &mut Budget) {
-        self.learn(search(self.part, capacity, budget), capacity);
-    }
-
-    fn learn(&mut self, verdict: Verdict, capacity: u64) {
-        match verdict {
+        match search(self.part, capacity, budget) {
             Verdict::Found(offsets) => self.keep_if_lower(Some(self.part.placement(offsets))),
             Verdict::Impossible => {
                 let next = capacity.saturating_add(1).checked_next_multiple_of(self.part.grain);
@@ -298,47 +233,32 @@ impl<'p> Solver<'p> {
         }
     }
 
-    /// Searches in rounds, each with twice the work per height of the one before. A round bisects the range between the
-    /// proven bound and the best height, with a search and a repair at each height. If both fail, the bisection goes on
-    /// in the part of the range above that height. At the end of a round, the search at the goal is resumed. Where a
-    /// single height would take most of the work, that search is resumed before the first round, too.
+    /// Bisects the range between the proven bound and the best height, with a search and a repair at each height. If
+    /// both fail, the bisection goes on in the part of the range above that height. Once that part is small, the whole
+    /// range is tried again with twice the work per height.
     fn close_in(&mut self, budget: &mut Budget) {
         let Some(best) = &self.best else { return };
-        let first = self.repairs.drain(..).next();
-        let mut repair = first.or_else(|| self.start_repair(&best.offsets, budget));
+        let mut repair = self.repairs.pop().or_else(|| self.start_repair(&best.offsets, budget));
         let grain = self.part.grain;
-        let mut work = WORK_PER_HEIGHT * self.part.items.len() as u64;
-        if work > budget.left() / 2 {
-            budget.within(budget.left() / 4, |budget| self.search_goal(budget));
-            work = budget.left() / 8;
-        }
+        let (mut missed, mut work) = (0, WORK_PER_HEIGHT * self.part.items.len() as u64);
         while !self.is_met() && budget.stopped().is_none() {
-            let before = budget.spent;
-            let mut missed = 0;
-            while !self.is_met() && budget.stopped().is_none() {
-                let goal = self.goal.enough.max(self.proven);
-                let lowest = goal.max(missed);
-                let range = self.height().saturating_sub(lowest);
-                if range == 0 || range < (self.height() - goal) / LITTLE_LEFT {
-                    break;
-                }
-                let ceiling = (lowest + range / 2) / grain * grain;
-                let ceiling = ceiling.max(goal);
-                budget.within(work / 100 * SEARCH_PERCENT, |budget| self.search(ceiling, budget));
-                if let Some(repair) = repair.as_mut().filter(|_| self.height() > ceiling && self.proven <= ceiling) {
-                    let share = work / 100 * (100 - SEARCH_PERCENT);
-                    budget.within(share, |budget| repair.lower(ceiling, budget));
-                    self.keep_if_lower(Some(repair.plan.clone()));
-                }
-                if self.height() > ceiling {
-                    missed = ceiling.saturating_add(grain);
-                }
+            let goal = self.goal.enough.max(self.proven);
+            let lowest = goal.max(missed);
+            let range = self.height().saturating_sub(lowest);
+            if range == 0 || range < (self.height() - goal) / LITTLE_LEFT {
+                (missed, work) = (0, work.saturating_mul(2));
+                continue;
             }
-            work = work.saturating_mul(2);
-            budget.within(work, |budget| self.search_goal(budget));
-            // What is left is too little for any search.
-            if budget.spent == before {
-                return;
+            let ceiling = (lowest + range / 2) / grain * grain;
+            let ceiling = ceiling.max(goal);
+            budget.within(work / 100 * SEARCH_PERCENT, |budget| self.search(ceiling, budget));
+            if let Some(repair) = repair.as_mut().filter(|_| self.height() > ceiling && self.proven <= ceiling) {
+                let share = work / 100 * (100 - SEARCH_PERCENT);
+                budget.within(share, |budget| repair.lower(ceiling, budget));
+                self.keep_if_lower(Some(repair.plan.clone()));
+            }
+            if self.height() > ceiling {
+                missed = ceiling.saturating_add(grain);
             }
         }
     }
@@ -371,22 +291,18 @@ impl<'p> Solver<'p> {
     }
 
     fn start_repair(&self, offsets: &[u64], budget: &mut Budget) -> Option<Ejection<'p>> {
-        Ejection::new(self.part, offsets, self.goal.enough, budget)
-    }
-
-    /// Keeps a plan for repairs. The highest plans are dropped if there are too many.
-    fn keep_repair(&mut self, repair: Ejection<'p>) {
-        self.repairs.push(repair);
-        sort_by_key(&mut self.repairs, |repair| repair.plan.height);
-        self.repairs.truncate(REPAIRS.min(1 + MAX_REPAIRED / self.part.items.len().max(1)));
+        let places: Vec<Option<u64>> = offsets.iter().copied().map(Some).collect();
+        Ejection::new(self.part, &places, self.goal.enough, budget)
     }
 
     /// Repairs the lowest plans. Half of the budget goes to the lowest plan, half of the rest to the next, and so on.
     fn repair(&mut self, budget: &mut Budget) {
         if self.repairs.iter().all(|repair| repair.plan.height > self.height()) {
             let best = self.best.as_ref().and_then(|best| self.start_repair(&best.offsets, budget));
-            best.into_iter().for_each(|best| self.keep_repair(best));
+            self.repairs.extend(best);
         }
+        sort_by_key(&mut self.repairs, |repair| repair.plan.height);
+        self.repairs.truncate(REPAIRS);
         let mut repairs = std::mem::take(&mut self.repairs);
         let count = repairs.len();
         for (done, repair) in repairs.iter_mut().enumerate() {
@@ -409,7 +325,7 @@ impl<'p> Solver<'p> {
             if regions.len() < 2 {
                 continue;
             }
-            let mut fixed = Vec::new();
+            let mut places = vec![None; self.part.items.len()];
             let mut base = 0;
             for region in &regions {
                 let height = region.part.bound;
@@ -417,17 +333,16 @@ impl<'p> Solver<'p> {
                 budget.within(budget.left() / 4, |budget| alone.run(&REGION_STEPS, budget));
                 self.placements += alone.placements;
                 let offsets = alone.best.map_or(Vec::new(), |best| best.offsets);
-                let placed = region.members.iter().zip(&region.part.items).zip(offsets);
-                // An item that ends above the region gets its place later.
-                let placed = placed.filter(|((_, item), at)| at + item.bytes <= height);
-                fixed.extend(placed.map(|((&i, _), at)| (i, base + at)));
+                for ((&i, item), at) in region.members.iter().zip(&region.part.items).zip(offsets) {
+                    // An item that ends above the region gets its place later.
+                    places[i as usize] = (at + item.bytes <= height).then_some(base + at);
+                }
                 base += height;
             }
-            let Some(offsets) = self.complete(&fixed, budget) else { continue };
-            if let Some(mut repair) = self.start_repair(&offsets, budget) {
+            if let Some(mut repair) = Ejection::new(self.part, &places, self.goal.enough, budget) {
                 budget.within(budget.left() / 2, |budget| repair.descend(budget));
                 self.keep_if_lower(Some(repair.plan.clone()));
-                self.keep_repair(repair);
+                self.repairs.push(repair);
             }
             if self.is_met() {
                 return;
@@ -435,22 +350,12 @@ impl<'p> Solver<'p> {
         }
     }
 
-    /// Returns the offsets of a plan in which the `fixed` items keep their offsets. The other items get the lowest free
-    /// ones, the longest-lived first. Returns `None` if the budget is spent.
-    fn complete(&self, fixed: &[(u32, u64)], budget: &mut Budget) -> Option<Vec<u64>> {
-        let items = &self.part.items;
-        let mut others: Vec<u32> = (0..items.len() as u32).collect();
-        sort_by_key(&mut others, |&i| (Reverse((items[i as usize].cliques(), items[i as usize].bytes)), i));
-        let places = Reserved::place(&self.forward, fixed, &others, budget)?;
-        (0..items.len() as u32).map(|i| places.offset(i)).collect()
-    }
-
     /// Plans the part in strips and keeps the plan for repairs.
     fn plan_strips(&mut self, budget: &mut Budget) {
         if let Some(offsets) = strips(self.part, budget) {
             let repair = self.start_repair(&offsets, budget);
             self.keep_if_lower(repair.as_ref().map(|repair| repair.plan.clone()));
-            repair.into_iter().for_each(|repair| self.keep_repair(repair));
+            self.repairs.extend(repair);
         }
     }
 }

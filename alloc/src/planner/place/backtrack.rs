@@ -77,46 +77,43 @@ const WORK_PER_BIRTH: u64 = 4;
 
 impl Solver<'_> {
     /// Runs attempts until one of them ends at or below `ceiling` or the budget is spent. Returns true if an attempt
-    /// ended there. A further call with the same ceiling continues with the attempt after the last one.
+    /// ended there.
     pub fn backtrack(&mut self, ceiling: u64, budget: &mut Budget) -> bool {
         let part = self.part;
-        if budget.left() < part.items.len() as u64 * WORK_PER_ITEM || !part.is_free() || part.bound > ceiling {
+        let peaks = part.fullest_cliques();
+        if peaks.is_empty() || !part.is_free() || part.bound > ceiling {
             return false;
         }
-        let peaks = part.fullest_cliques();
-        let Some(&first) = peaks.first() else { return false };
-        let small_below = self.small_below(first);
-        let mut numbers = self.attempts.get(&ceiling).copied().unwrap_or(0)..u64::MAX;
-        let is_met = self.attempt(&mut numbers, WAVES, WORK_PER_ITEM, budget, |solver, number, budget| {
+        let small_below = self.small_below(peaks[0]);
+        self.attempt(0..u64::MAX, WAVES, WORK_PER_ITEM, budget, |solver, number, budget| {
             Attempt::new(solver, ceiling, &peaks, small_below, number).run(budget)
-        });
-        self.attempts.insert(ceiling, numbers.start);
-        is_met
+        })
     }
 
     /// Runs attempts by number, in waves that run in parallel, until an attempt finds offsets. Also ends when the
     /// budget that is left for one more attempt is less than `work_per_item` for each item. Returns true if an attempt
-    /// succeeded. `numbers` then has the numbers after those of the last wave. If several attempts of a wave succeed,
-    /// the attempt with the lowest number counts, so that the result is the same on every machine. The pair has the
-    /// size of the first wave and the largest size; each wave is twice as large as the one before.
+    /// succeeded. If several attempts of a wave succeed, the attempt with the lowest number counts, so that the result
+    /// is the same on every machine. The pair has the size of the first wave and the largest size; each wave is twice
+    /// as large as the one before.
     pub(super) fn attempt(
         &mut self,
-        numbers: &mut Range<u64>,
+        numbers: Range<u64>,
         (mut wave, most): (u64, u64),
         work_per_item: u64,
         budget: &mut Budget,
         run: impl Fn(&Self, u64, &mut Budget) -> Option<Vec<u64>> + Sync,
     ) -> bool {
         let whole_way = self.part.items.len() as u64 * work_per_item;
-        while !numbers.is_empty() {
+        let mut number = numbers.start;
+        while number < numbers.end {
             // If the budget doesn't suffice for the whole wave, fewer attempts run, so that each of them can finish.
-            let here = wave.min(budget.left() / whole_way.max(1)).min(numbers.end - numbers.start);
+            let here = wave.min(budget.left() / whole_way.max(1)).min(numbers.end - number);
             if here == 0 || budget.stopped().is_some() {
                 return false;
             }
             let share = budget.share(budget.left() / here);
             let solver: &Self = self;
-            let results: Vec<_> = (numbers.start..numbers.start + here)
+            let results: Vec<_> = (number..number + here)
                 .into_par_iter()
                 .map(|number| {
                     let mut share = share;
@@ -125,11 +122,11 @@ impl Solver<'_> {
                 .collect();
             budget.spend(results.iter().map(|(_, spent)| spent).sum());
             self.placements += here;
-            (numbers.start, wave) = (numbers.start + here, (2 * wave).min(most));
             if let Some(offsets) = results.into_iter().find_map(|(offsets, _)| offsets) {
                 self.keep_if_lower(Some(self.part.placement(offsets)));
                 return true;
             }
+            (number, wave) = (number + here, (2 * wave).min(most));
         }
         false
     }
@@ -419,17 +416,6 @@ mod tests {
             assert!(!solver.is_met(), "{step:?} is too easy");
             assert!(solver.backtrack(part.bound, &mut Budget { work: 5_000_000, ..Budget::default() }), "{step:?}");
             assert!(solver.is_met());
-        }
-    }
-
-    /// The work of each call is enough for one attempt.
-    #[test]
-    fn a_further_call_continues_with_the_next_attempt() {
-        let part = part(&[(0, 2, 4), (0, 1, 8), (1, 1, 4), (1, 2, 5), (2, 1, 8)], 3);
-        let mut solver = Solver::new(&part, Goal::exactly(part.bound));
-        for made in 1..4 {
-            solver.backtrack(part.bound, &mut Budget { work: WORK_PER_ITEM * 5, ..Budget::default() });
-            assert_eq!(solver.attempts[&part.bound], made);
         }
     }
 

@@ -77,7 +77,7 @@ impl Solver<'_> {
             return;
         }
         let live = part.live();
-        self.attempt(&mut (0..ATTEMPTS), WAVES, WORK_PER_ITEM, budget, |solver, number, budget| {
+        self.attempt(0..ATTEMPTS, WAVES, WORK_PER_ITEM, budget, |solver, number, budget| {
             attempt(solver, &live, ceiling, &peaks, number, budget)
         });
     }

@@ -2,16 +2,14 @@
 //!
 //! 1. Sweeps outwards from the fullest clique, whose items fill the arena without a gap in any order. The two halves of
 //!    time are independent, so the best sweep of each half becomes part of the plan.
-//! 2. One [`best_fit`] from each edge of time, which costs little where many ranges are free at once.
-//! 3. Sweeps from the edges of time, forward and backward.
-//! 4. Sweeps around the long-lived items, which are placed first.
-//! 5. [Squeaky-wheel](squeaky_wheel) sweeps: items that end above the ceiling are placed first in the next sweep.
+//! 2. Sweeps from the edges of time, forward and backward.
+//! 3. Sweeps around the long-lived items, which are placed first.
+//! 4. [Squeaky-wheel](squeaky_wheel) sweeps: items that end above the ceiling are placed first in the next sweep.
 
 use std::cmp::Reverse;
 
 use rayon::prelude::*;
 
-use super::best_fit::{self, best_fit};
 use super::sweep::{Rule, Start, Sweep};
 use crate::order::sort_by_key;
 use crate::planner::budget::Budget;
@@ -29,9 +27,6 @@ const WORK_PER_ITEM: u64 = 40;
 
 /// Chains that run in parallel. The number is fixed, so that the result does not depend on the machine.
 const WAVE: usize = 8;
-
-/// Work per item that one sweep should be able to spend.
-const WORK_PER_SWEEP: u64 = 6;
 
 /// Number of chains in the first wave of learning. On problems for which learning helps, the first chains often
 /// succeed.
@@ -78,41 +73,26 @@ const RANKS: [Key; 3] = [
 ];
 
 impl Solver<'_> {
-    /// Runs stages 1 to 3 with one sweep per chain. Most of the work is left to the later steps, unless there are so
-    /// many items that these steps would achieve little. Stage 2 needs no share, so every part gets a plan, unless the
-    /// address space is too small or pins overlap.
+    /// Runs stages 1 and 2 with one sweep per chain. Most of the work is left to the later steps, unless there are so
+    /// many items that these steps would achieve little. If no sweep finds a plan, a last sweep runs without a limit on
+    /// its work.
     pub fn sweep_once(&mut self, budget: &mut Budget) {
         let share = (budget.left() / 4).max(WORK_PER_ITEM * self.part.items.len() as u64);
-        budget.within(share / 2, |budget| self.sweep_outwards(1, budget));
-        // Around pins there are no sweeps outwards, and looking up the pins makes the other sweeps costly.
-        let share = if self.part.pins.is_empty() { share / 2 } else { 2 * share };
-        for is_backward in [false, true] {
-            if self.best.is_none() || !self.is_done(budget) {
-                self.sweep_plainly(is_backward, budget);
-            }
+        budget.within(share, |budget| {
+            self.sweep_outwards(1, budget);
+            self.follow_all(&self.edge_chains(1), budget);
+        });
+        if self.best.is_none() {
+            self.settle(budget);
         }
-        budget.within(share, |budget| self.follow_all(&self.edge_chains(1), budget));
     }
 
-    /// Sweeps from an edge of time, without a limit on the work.
-    fn sweep_plainly(&mut self, is_backward: bool, budget: &mut Budget) {
-        if self.part.pins.is_empty() {
-            let found = best_fit(self.timeline(is_backward));
-            self.count((best_fit::WORK_PER_ITEM * self.part.items.len() as u64, 1), budget);
-            return self.keep_if_lower(found.map(|(height, offsets)| Placement { height, offsets }));
-        }
-        let enough = Budget { work: u64::MAX, spent: 0, ..*budget };
-        let (placement, spent) = self.follow(&Chain { is_backward, ..Chain::PLAIN }, u64::MAX, enough);
-        self.count(spent, budget);
-        self.keep_if_lower(placement);
-    }
-
-    /// Runs stage 4 with one sweep per chain.
+    /// Runs stage 3 with one sweep per chain.
     pub fn sweep_long_first(&mut self, budget: &mut Budget) {
         self.follow_all(&self.long_first(1), budget);
     }
 
-    /// Runs stage 5: chains from the edges of time and chains around long-lived items, in turns; then chains outwards
+    /// Runs stage 4: chains from the edges of time and chains around long-lived items, in turns; then chains outwards
     /// from the fullest clique.
     pub fn sweep_and_learn(&mut self, budget: &mut Budget) {
         let (edges, long) = (self.edge_chains(ROUNDS), self.long_first(ROUNDS));
@@ -121,6 +101,20 @@ impl Solver<'_> {
         let turns: Vec<Chain> = (0..waves).flat_map(turn).flatten().collect();
         self.follow_all(&turns, budget);
         self.sweep_outwards(ROUNDS, budget);
+    }
+
+    /// Makes a plan even when the work is spent: each birth gets the lowest place. There is no plan only if the address
+    /// space is too small or pins overlap.
+    fn settle(&mut self, budget: &mut Budget) {
+        for is_backward in [false, true] {
+            let chain = Chain { is_backward, ..Chain::PLAIN };
+            let enough = Budget { work: u64::MAX, spent: 0, ..*budget };
+            let (placement, spent) = self.follow(&chain, u64::MAX, enough);
+            self.count(spent, budget);
+            if placement.is_some() {
+                return self.keep_if_lower(placement);
+            }
+        }
     }
 
     fn sweep_outwards(&mut self, rounds: u32, budget: &mut Budget) {
@@ -203,17 +197,14 @@ impl Solver<'_> {
             Some(chain) if chain.rounds > 1 => chains.len().min(FIRST_WAVE),
             _ => 0,
         };
-        let mut left = chains;
-        while !left.is_empty() && !self.is_done(budget) {
-            // If the budget doesn't suffice for a whole wave, fewer chains run, so that each of them can finish.
-            let enough = budget.left() / (WORK_PER_SWEEP * self.part.items.len() as u64).max(1);
-            let here = if left.len() == chains.len() && first > 0 { first } else { WAVE };
-            let here = here.min((enough as usize).max(1)).min(left.len());
-            let (wave, others) = left.split_at(here);
-            left = others;
+        let (first, others) = chains.split_at(first);
+        for wave in std::iter::once(first).chain(others.chunks(WAVE)) {
+            if self.is_done(budget) {
+                return;
+            }
             let limit = self.best.as_ref().map_or(u64::MAX, |best| best.height - 1);
             // The chains of a wave run in parallel and share no results.
-            let share = budget.share(budget.left() / WAVE.min(enough as usize).max(1) as u64);
+            let share = budget.share(budget.left() / WAVE as u64);
             let results: Vec<_> = wave.par_iter().map(|chain| self.follow(chain, limit, share)).collect();
             for (placement, spent) in results {
                 self.count(spent, budget);
@@ -329,7 +320,7 @@ impl Rule for Fitted<'_> {
         }
         let fit = if item.cliques() >= policy.long_from { policy.long } else { policy.short };
         let looked = self.reserved.starting(item.start + 1..item.end, &mut self.blocked);
-        budget.spend(1 + looked / 4 + space.holes.len() as u64 / 16);
+        budget.spend(1 + looked / 4 + space.holes.len() as u64 / 4);
         let ceiling = self.solver.goal.ceiling;
         let place = space.find(item.bytes, item.alignment, fit, ceiling, &self.blocked)?;
         self.height = self.height.max(end(place.1));

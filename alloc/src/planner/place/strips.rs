@@ -9,7 +9,7 @@ use crate::planner::decompose::parts::{Item, Part};
 
 /// Returns the offset of each item, or `None` if the part has pins or alignments, or if the budget is spent.
 pub(crate) fn strips(part: &Part, budget: &mut Budget) -> Option<Vec<u64>> {
-    if !part.is_free() || budget.left() < WORK_PER_ITEM * part.items.len() as u64 {
+    if !part.is_free() {
         return None;
     }
     let items = &part.items;
@@ -43,9 +43,6 @@ pub(crate) fn strips(part: &Part, budget: &mut Budget) -> Option<Vec<u64>> {
     Some(offsets)
 }
 
-/// Work per item without which no strips are made: sorting the items by size alone costs about as much.
-const WORK_PER_ITEM: u64 = 16;
-
 /// An address range over all of time, which is filled from the bottom.
 struct Strip {
     offset: u64,
@@ -61,7 +58,7 @@ impl Strip {
         let room = self.bytes.checked_sub(item.bytes)?;
         let at = |clique: u32| self.skyline.range(..=clique).next_back().map_or(0, |step| *step.1);
         let mut top = at(item.start);
-        budget.spend(2);
+        budget.spend(1);
         for (_, &height) in self.skyline.range(item.start..item.end) {
             budget.spend(1);
             if top > room {

@@ -39,12 +39,6 @@ const MAX_FAILURES: u64 = 1 << 16;
 /// Steps between two checks of the deadline.
 const STEPS_PER_LOOK: u64 = 256;
 
-/// Work per item without which a repair does not start: the index alone costs about as much.
-const WORK_PER_ITEM: u64 = 16;
-
-/// One in this many units of a call's work is kept to complete the plan.
-const COMPLETION: u64 = 8;
-
 /// Work of a step, in addition to the rectangles that it looks at.
 const WORK_PER_STEP: u64 = 8;
 
@@ -82,11 +76,9 @@ struct Lightest {
 }
 
 impl<'p> Ejection<'p> {
-    /// Starts from the plan with these offsets. Returns `None` if the budget is too small for that.
-    pub fn new(part: &'p Part, offsets: &[u64], goal: u64, budget: &mut Budget) -> Option<Self> {
-        if budget.left() < WORK_PER_ITEM * part.items.len() as u64 {
-            return None;
-        }
+    /// Starts with the items at `places`. Items without a place get the lowest free one, the longest-lived item first.
+    /// Returns `None` if the address space is too small for that.
+    pub fn new(part: &'p Part, places: &[Option<u64>], goal: u64, budget: &mut Budget) -> Option<Self> {
         let items = &part.items;
         let area = |item: &Item| item.bytes as f64 * f64::from(item.cliques());
         let most = items.iter().map(area).fold(1.0, f64::max);
@@ -95,27 +87,33 @@ impl<'p> Ejection<'p> {
         let weight: Vec<u64> = items.iter().map(weigh).collect();
         let mut price = weight.clone();
         part.pins.iter().for_each(|pin| price[pin.0 as usize] = FIXED);
-        let places: Vec<Option<u64>> = offsets.iter().copied().map(Some).collect();
-        let (index, work) = ByTime::of(part, &places);
+        let (index, work) = ByTime::of(part, places);
         budget.spend(work);
-        Some(Self {
+        let missing = (0..items.len() as u32).filter(|&i| places[i as usize].is_none()).collect();
+        let mut ejection = Self {
             part,
-            plan: part.placement(offsets.to_vec()),
+            plan: Placement { height: u64::MAX, offsets: Vec::new() },
             descent: Descent::new(goal, part.grain, items.len()),
             ceiling: u64::MAX,
-            lightest: Lightest { mass: 0, pool: Vec::new(), places: places.clone() },
-            places,
+            places: places.to_vec(),
             index,
-            pool: Vec::new(),
+            pool: missing,
             mass: 0,
             weight,
             price,
+            lightest: Lightest { mass: 0, pool: Vec::new(), places: Vec::new() },
             moved: Vec::new(),
             steps: 0,
             since_lightest: 0,
             met: Vec::new(),
             obstacles: Obstacles::default(),
-        })
+        };
+        ejection.fill_up(budget);
+        let offsets: Option<Vec<u64>> = ejection.places.iter().copied().collect();
+        ejection.plan = part.placement(offsets?);
+        ejection.lightest.places.clone_from(&ejection.places);
+        ejection.moved.clear();
+        Some(ejection)
     }
 
     /// Lowers the plan towards the goal until the budget is spent. A further call continues where this one ended.
@@ -138,8 +136,7 @@ impl<'p> Ejection<'p> {
             return false;
         }
         self.aim(ceiling, budget);
-        // A part of the budget is left to complete the plan.
-        while !self.pool.is_empty() && budget.left() > budget.spent / COMPLETION {
+        while !self.pool.is_empty() && budget.left() > 0 {
             if !self.step(budget) || (self.steps.is_multiple_of(STEPS_PER_LOOK) && budget.is_late()) {
                 break;
             }
@@ -270,20 +267,16 @@ impl<'p> Ejection<'p> {
         self.mass = 0;
     }
 
-    /// Places the items of the pool at the lowest free offsets, the longest-lived first, until the budget is spent.
+    /// Places the items of the pool at the lowest free offsets, the longest-lived first.
     fn fill_up(&mut self, budget: &mut Budget) {
         let mut missing = std::mem::take(&mut self.pool);
         let items = &self.part.items;
         sort_by_key(&mut missing, |&i| (Reverse((items[i as usize].cliques(), items[i as usize].bytes)), i));
         let mut taken = Vec::new();
         for i in missing {
-            if budget.left() == 0 {
-                return;
-            }
             let item = items[i as usize];
-            let looked = self.index.beside(item, &mut self.met);
+            budget.spend(self.index.beside(item, &mut self.met) / 4);
             self.obstacles.gather(&self.met, &self.price);
-            budget.spend((looked + self.met.len() as u64) / 8 + self.obstacles.ranges.len() as u64);
             taken.clear();
             taken.extend(self.obstacles.ranges.iter().map(|&(from, to, _)| (from, to)));
             taken.sort_unstable();
@@ -318,15 +311,16 @@ mod tests {
     }
 
     generated! {
-        /// Starts with all items on top of each other and lowers the ceiling several times. The result is always a plan,
-        /// and never a higher plan than before.
+        /// Starts without places and lowers the ceiling several times. The result is always a plan, and never a higher
+        /// plan than before.
         #[test]
         fn plans_remain_plans(
             rows in prop::collection::vec((0..12u32, 1..12u32, 1..9u64, any::<bool>()), 1..30),
             ceilings in prop::collection::vec(0..40u64, 1..6),
         ) {
             let part = items(&rows);
-            let mut ejection = start(&part, &tower(&part));
+            let mut ejection = start(&part, &vec![None; part.items.len()]);
+            prop_assert!(is_plan(&part, &ejection.plan), "{:?} {:?}", part.items, ejection.plan);
             for above in ceilings {
                 let (ceiling, before) = (part.bound + above, ejection.plan.height);
                 let reached = ejection.lower(ceiling, &mut Budget { work: 20_000, ..Budget::default() });
@@ -337,26 +331,15 @@ mod tests {
         }
     }
 
-    fn start<'p>(part: &'p Part, offsets: &[u64]) -> Ejection<'p> {
-        Ejection::new(part, offsets, part.bound, &mut Budget { work: u64::MAX, ..Budget::default() }).unwrap()
-    }
-
-    /// Offsets of all items on top of each other.
-    fn tower(part: &Part) -> Vec<u64> {
-        let mut top = 0u64;
-        let place = |item: &Item| {
-            let at = top.next_multiple_of(item.alignment);
-            top = at + item.bytes;
-            at
-        };
-        part.items.iter().map(place).collect()
+    fn start<'p>(part: &'p Part, places: &[Option<u64>]) -> Ejection<'p> {
+        Ejection::new(part, places, part.bound, &mut Budget::default()).unwrap()
     }
 
     /// In the initial plan, two long items lie apart from each other, so that a third item ends above the bound.
     #[test]
     fn blocking_items_are_ejected() {
         let part = items(&[(0, 6, 4, false), (2, 4, 4, false), (4, 8, 8, false)]);
-        let places = [0, 8, 12];
+        let places = [Some(0), Some(8), Some(12)];
         let mut ejection = start(&part, &places);
         assert_eq!((ejection.plan.height, part.bound), (20, 16));
         assert!(ejection.lower(part.bound, &mut Budget { work: 50_000, ..Budget::default() }));
@@ -367,7 +350,7 @@ mod tests {
     fn pins_stay() {
         let mut part = items(&[(0, 6, 4, false), (0, 6, 4, false), (0, 6, 4, false)]);
         part.pins = vec![(1, 4)];
-        let mut ejection = start(&part, &[8, 4, 12]);
+        let mut ejection = start(&part, &[Some(8), Some(4), Some(12)]);
         let budget = Budget { work: 50_000, ..Budget::default() };
         assert!(ejection.lower(12, &mut budget.clone()));
         assert_eq!((ejection.plan.offsets[1], ejection.plan.height), (4, 12));
@@ -390,8 +373,15 @@ mod tests {
         let problem = step.problem().unwrap();
         let whole = Whole::new(&problem, true);
         let [part] = whole.parts.as_slice() else { panic!("one part") };
-        let tower = tower(part);
-        let top = part.placement(tower.clone()).height;
+        let mut top = 0;
+        let tower: Vec<Option<u64>> = part
+            .items
+            .iter()
+            .map(|item| {
+                top += item.bytes;
+                Some(top - item.bytes)
+            })
+            .collect();
         let heights = [0, 500_000, 20_000_000].map(|work| {
             let mut budget = Budget { work, ..Budget::default() };
             let mut ejection = start(part, &tower);
