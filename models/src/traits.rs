@@ -201,7 +201,6 @@ impl Traits {
     }
 
     /// The name of a module in parameters' names.
-    #[cfg(feature = "hugging-face")]
     pub(crate) fn name<'a>(&'a self, module: &'a str) -> &'a str {
         self.names.get(module).map_or(module, String::as_str)
     }
