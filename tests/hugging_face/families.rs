@@ -16,7 +16,7 @@ use gapless::{DeviceChoice, GenerateOptions, Generation, StepOptions, TrainOptio
 use serde_json::Value;
 
 use crate::case::options;
-use crate::options::{read, with};
+use crate::options::{expect_counted, read, with};
 
 /// The number of tokens that a model sees in a sequence.
 const SEQUENCE: usize = 19;
@@ -205,21 +205,13 @@ fn experts_keep_their_bits() {
 /// The number of parameters that is computed from the configuration is that of the model, without fixed biases.
 #[test]
 fn parameters_of_each_family_are_counted() {
-    use gapless::models::hf::Architecture;
     let families = Family::all();
     assert!(families.len() > 20);
     for family in families {
         let folder = tempfile::tempdir().unwrap();
         std::fs::write(folder.path().join("config.json"), family.record["config"].to_string()).unwrap();
         let Ok(config) = Config::read(folder.path()) else { panic!("{} is refused", family.name) };
-        let counted = match config.architecture() {
-            Architecture::Gpt(config) => config.parameters(),
-            Architecture::Llama(config) => config.parameters(),
-            Architecture::Moe(config) => config.parameters(),
-        };
-        let trained = config.parameters().filter(|(name, _)| !name.ends_with("e_score_correction_bias"));
-        let declared: usize = trained.map(|(_, shape)| shape.iter().product::<usize>()).sum();
-        assert_eq!(counted, declared as u64, "{}", family.name);
+        expect_counted(&config, &family.name);
     }
 }
 

@@ -31,20 +31,24 @@ pub fn with(model_type: &str, changes: &Value) -> Value {
     config
 }
 
-/// The number of parameters that is computed from the configuration equals that of the model. A bias that is not
-/// trained is not counted.
+/// Checks that the number of parameters that is computed from a configuration equals that of the model. A bias that is
+/// not trained is not counted.
+pub fn expect_counted(config: &Config, name: &str) {
+    let counted = match config.architecture() {
+        Architecture::Gpt(config) => config.parameters(),
+        Architecture::Llama(config) => config.parameters(),
+        Architecture::Moe(config) => config.parameters(),
+    };
+    let trained = config.parameters().filter(|(name, _)| !name.ends_with("e_score_correction_bias"));
+    let declared: usize = trained.map(|(_, shape)| shape.iter().product::<usize>()).sum();
+    assert_eq!(counted, declared as u64, "{name}");
+}
+
 #[test]
 fn parameters_are_counted() {
     for case in Case::all() {
         let config = Config::read(&case.checkpoint).unwrap();
-        let counted = match config.architecture() {
-            Architecture::Gpt(config) => config.parameters(),
-            Architecture::Llama(config) => config.parameters(),
-            Architecture::Moe(config) => config.parameters(),
-        };
-        let trained = config.parameters().filter(|(name, _)| !name.ends_with("e_score_correction_bias"));
-        let declared: usize = trained.map(|(_, shape)| shape.iter().product::<usize>()).sum();
-        assert_eq!(counted, declared as u64, "{}", case.name);
+        expect_counted(&config, &case.name);
     }
 }
 
