@@ -232,13 +232,9 @@ fn steps_of_muon_are_nearly_orthogonal() {
     }
 }
 
-/// A list of vectors, such as the biases of experts, has the states of a vector, and a head those of AdamW under Muon.
-#[test]
-fn lists_of_vectors_and_heads_are_no_matrices() {
-    let eight_bit: Arc<dyn Optimizer> = AdamW8bit::default().into();
-    let galore: Arc<dyn Optimizer> = GaLore { rank: 4, ..GaLore::default() }.into();
-    let adam: Arc<dyn Optimizer> = AdamW::default().into();
-    let info = |dims| ParameterInfo {
+/// The description of an f32 parameter that is neither a table, a head nor a list of vectors.
+pub(super) fn info(dims: &[usize]) -> ParameterInfo<'_> {
+    ParameterInfo {
         name: "parameter",
         dims,
         dtype: DType::F32,
@@ -246,7 +242,15 @@ fn lists_of_vectors_and_heads_are_no_matrices() {
         head: false,
         vectors: false,
         masters: true,
-    };
+    }
+}
+
+/// A list of vectors, such as the biases of experts, has the states of a vector, and a head those of AdamW under Muon.
+#[test]
+fn lists_of_vectors_and_heads_are_no_matrices() {
+    let eight_bit: Arc<dyn Optimizer> = AdamW8bit::default().into();
+    let galore: Arc<dyn Optimizer> = GaLore { rank: 4, ..GaLore::default() }.into();
+    let adam: Arc<dyn Optimizer> = AdamW::default().into();
     let names = |rule: &Arc<dyn Optimizer>, info: &ParameterInfo<'_>| -> Vec<&str> {
         rule.states(info).iter().map(|state| state.name).collect()
     };

@@ -20,6 +20,7 @@ use crate::optim::{
     SCALARS, SquaredNorms, WeightAverage,
 };
 use crate::reference::Array;
+use crate::tests::optimizers::info;
 use crate::{Op, Tensor};
 
 fn stored(count: usize, seed: u64, dtype: DType) -> Stored {
@@ -191,18 +192,6 @@ fn the_update_of_a_routers_bias() {
         let load = Array::new(&[experts], (0..experts).map(|expert| (expert % 5) as f64).collect());
         let of = [random_array(&[experts], 1), load];
         judge_update(&LoadBias { rate: 0.25 }, "load_bias", of, norm, info(&[experts]));
-    }
-}
-
-fn info(dims: &[usize]) -> ParameterInfo<'_> {
-    ParameterInfo {
-        name: "parameter",
-        dims,
-        dtype: DType::F32,
-        looked_up: false,
-        head: false,
-        vectors: false,
-        masters: true,
     }
 }
 
