@@ -54,6 +54,21 @@ impl Window {
         &self.whole
     }
 
+    /// The number of held indices of each dimension.
+    pub fn dims(&self) -> Vec<usize> {
+        self.held.iter().map(|ranges| total(ranges)).collect()
+    }
+
+    /// The held indices of a dimension, as ascending ranges.
+    pub fn held(&self, dim: usize) -> &[Range<usize>] {
+        &self.held[dim]
+    }
+
+    /// The number of held indices of a dimension that are below `index`.
+    pub fn held_below(&self, dim: usize, index: usize) -> usize {
+        self.held[dim].iter().map(|range| range.end.min(index).saturating_sub(range.start)).sum()
+    }
+
     /// The number of elements in the window.
     pub fn elements(&self) -> usize {
         self.flat.len()

@@ -9,6 +9,7 @@
 //! [`Op::reads_strides`](crate::Op::reads_strides).
 
 mod apply;
+mod carry;
 mod check;
 mod declare;
 mod node;
