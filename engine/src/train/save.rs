@@ -259,7 +259,7 @@ impl Trainer {
         let metadata = json!({
             "tensors": self.saved_shapes(),
             "parts": parts,
-            "mesh": { "data": mesh.data, "pipeline": mesh.pipeline, "expert": mesh.expert },
+            "mesh": mesh,
             "seed": self.options.seed,
             "engine": env!("CARGO_PKG_VERSION"),
             "bf16_products": self.bf16_products(),

@@ -473,6 +473,8 @@ impl StepOptions {
             ("mesh.data", mesh.data, Self::MAX_EXTENT),
             ("mesh.pipeline", mesh.pipeline, Self::MAX_EXTENT),
             ("mesh.expert", mesh.expert, Self::MAX_EXTENT),
+            ("mesh.context", mesh.context, Self::MAX_EXTENT),
+            ("mesh.tensor", mesh.tensor, Self::MAX_EXTENT),
             ("pipeline.chunks", self.pipeline.chunks, Self::MAX_EXTENT),
         ];
         if let Some((key, extent, most)) = extents.into_iter().find(|(_, extent, most)| !(1..=*most).contains(extent)) {
@@ -480,6 +482,15 @@ impl StepOptions {
                 0 => Error::config(key, "is 0", "set it to at least 1"),
                 _ => Error::config(key, format!("is {extent}, above the maximum of {most}"), "choose a smaller value"),
             });
+        }
+        for (key, extent, what) in [
+            ("mesh.context", mesh.context, "the tokens of a sequence"),
+            ("mesh.tensor", mesh.tensor, "the tensors of a layer"),
+        ] {
+            if extent > 1 {
+                let why = format!("is {extent}, but ranks cannot share {what} yet");
+                return Err(Error::config(key, why, "set it to 1, and use mesh.data or mesh.pipeline"));
+            }
         }
         if batch.saturating_mul(*sequence) > Self::MAX_TOKENS {
             let why = format!(

@@ -52,7 +52,7 @@ impl TrainStep {
     /// Records the forward of a micro-batch.
     pub fn forward(build: &Build<'_>, options: &StepOptions, ranks: &RankPlan) -> Result<Self> {
         let _span = tracing::info_span!("forward").entered();
-        let parts = options.micro_batches * ranks.batch_ranks();
+        let parts = options.parts();
         let (trace, model) = Trace::new(build, options, ranks, (options.batch / parts, options.sequence), true)?;
         trace.lock().set_loss_terms(options.loss);
         if let Some(preference) = options.preference {
