@@ -89,6 +89,9 @@ impl Axes {
     /// The ranks that hold the same experts and that process different tokens of the batch.
     pub const REPLICAS: Self = Self::of(&[Axis::Data, Axis::Context]);
 
+    /// The ranks among which the tensors of a layer are divided.
+    pub const TENSOR: Self = Self::of(&[Axis::Tensor]);
+
     /// Returns the set of these axes.
     pub const fn of(axes: &[Axis]) -> Self {
         let (mut bits, mut index) = (0, 0);

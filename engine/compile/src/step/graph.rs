@@ -28,11 +28,12 @@ impl StepGraph {
     /// graphs. The text contains neither the order of the schedule nor which values are recomputed, compressed or
     /// offloaded.
     pub fn key(options: &StepOptions) -> String {
-        let StepOptions { batch, micro_batches, sequence, documents, precision, mesh, memory, .. } = options;
+        let StepOptions { batch, micro_batches, sequence, sequence_parallel, documents, precision, mesh, memory, .. } =
+            options;
         let StepOptions { trainable, loss, preference, optimizer, update, pipeline, keep_gradients, .. } = options;
         let (stages, cut) = (options.stages(), &pipeline.cut);
         format!(
-            "{batch} {micro_batches} {sequence} {documents} {precision:?} {stages} {cut:?} {:?} {trainable:?} {loss:?} {preference:?} {optimizer:?} {update:?} \
+            "{batch} {micro_batches} {sequence} {sequence_parallel} {documents} {precision:?} {stages} {cut:?} {:?} {trainable:?} {loss:?} {preference:?} {optimizer:?} {update:?} \
              {:?} {} {keep_gradients}",
             Mesh { pipeline: 1, ..*mesh },
             memory.overflow,

@@ -1,6 +1,6 @@
 //! Records the graph of a training step in stages: forward, partition, autodiff, update.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use candle_core::DType;
@@ -8,7 +8,7 @@ use gapless_alloc::Role;
 use gapless_graph::autodiff::differentiate_in;
 use gapless_graph::nn::VarBuilder;
 use gapless_graph::optim::ParameterInfo;
-use gapless_graph::{Graph, Model, Phase, Place, SequenceLoss, Sequences, Spec, Tensor, ValueId, lock};
+use gapless_graph::{Graph, Model, Phase, Place, SequenceLoss, Sequences, Spec, Tensor, ValueId, Window, lock};
 use gapless_parallel::StageId;
 
 use super::update::{CheckpointLayout, Parameter, Recorded, Update};
@@ -22,6 +22,15 @@ use crate::lowering::{Lowering, Output, Target};
 use crate::partition::{ParameterStages, parameter_stages, partition};
 use crate::program::Program;
 use crate::recompute::RematPlan;
+
+/// What the ranks hold of the model.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Held<'a> {
+    /// The stages that read each parameter.
+    pub stages: &'a ParameterStages,
+    /// The part of each persistent tensor that this rank holds, if ranks divide tensors.
+    pub windows: &'a BTreeMap<String, Window>,
+}
 
 /// The graph of a training step. It is recorded in stages, each of which builds on the earlier ones.
 #[derive(Debug)]
@@ -38,6 +47,8 @@ pub(super) struct TrainStep {
     pub parameters: u64,
     /// The stages that read each parameter.
     pub stages: ParameterStages,
+    /// The part of each persistent tensor of the forward that this rank holds, if ranks divide tensors.
+    pub windows: BTreeMap<String, Window>,
     /// The tensors that ranks keep between steps.
     pub layout: CheckpointLayout,
     /// Names of the watched values that the step outputs.
@@ -71,6 +82,7 @@ impl TrainStep {
             roles: HashMap::new(),
             parameters: 0,
             stages: ParameterStages::new(),
+            windows: BTreeMap::new(),
             layout: CheckpointLayout::default(),
             watched: Vec::new(),
             model: String::new(),
@@ -117,6 +129,26 @@ impl TrainStep {
             let shared = shared.is_some();
             self.gradients.push(Parameter { name, tensor: parameter, dims, shared, gradient, owner });
         }
+        Ok(())
+    }
+
+    /// Replaces the graph by that of this rank, if ranks divide tensors.
+    pub fn shard(&mut self, options: &StepOptions, ranks: &RankPlan) -> Result<()> {
+        let Some(sharing) = ranks.sharing(options) else { return Ok(()) };
+        let Self { trace, loss, gradients, .. } = self;
+        let outputs: Vec<ValueId> = [vec![loss.id()], trace.reported(loss.id())].concat();
+        let pairs: Vec<(ValueId, ValueId)> = gradients.iter().map(|p| (p.tensor.id(), p.gradient.id())).collect();
+        let sharded = trace.shard(&sharing, &outputs, &pairs, None)?;
+        *loss = trace.tensor(sharded.value(loss.id()));
+        for parameter in gradients {
+            let part = sharded.value(parameter.tensor.id());
+            (parameter.tensor, parameter.gradient) =
+                (trace.tensor(part), trace.tensor(sharded.value(parameter.gradient.id())));
+            if !sharded.windows[&parameter.name].is_whole() {
+                parameter.held = parameter.held | sharing.axes;
+            }
+        }
+        self.windows = sharded.windows;
         Ok(())
     }
 
@@ -194,6 +226,10 @@ impl TrainStep {
 
     pub fn graph(&self) -> MutexGuard<'_, Graph> {
         self.trace.lock()
+    }
+
+    pub fn held(&self) -> Held<'_> {
+        Held { stages: &self.stages, windows: &self.windows }
     }
 
     pub fn outputs(&self) -> &[Output] {
