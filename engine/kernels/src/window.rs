@@ -76,7 +76,7 @@ impl Window {
 
     /// True if the window holds the whole tensor.
     pub fn is_whole(&self) -> bool {
-        self.elements() == self.whole.iter().product()
+        self.elements() == self.whole.iter().product::<usize>()
     }
 
     /// Returns the index in the whole tensor, in row-major order, of the element with index `at` in the window.

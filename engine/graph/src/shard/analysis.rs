@@ -70,9 +70,10 @@ impl Analysis {
             let mut labelled: HashMap<Dim, usize> = HashMap::new();
             let mut whole = BTreeSet::new();
             for label in &labels {
-                for leaf in dims.leaves(label.dim) {
+                let leaves = dims.leaves(label.dim);
+                for &leaf in &leaves {
                     *labelled.entry(leaf).or_default() += 1;
-                    if label.is_whole {
+                    if label.is_whole || label.is_range && leaves.len() > 1 {
                         whole.insert(leaf);
                     }
                 }
@@ -110,7 +111,8 @@ impl Analysis {
             groups.push(&node.leaves);
         }
         bytes.retain(|&leaf, _| self.dims.extent(leaf) >= ranks && !self.dims.is_whole(leaf));
-        let mut order: Vec<(Reverse<u64>, Dim)> = bytes.into_iter().map(|(leaf, bytes)| (Reverse(bytes), leaf)).collect();
+        let mut order: Vec<(Reverse<u64>, Dim)> =
+            bytes.into_iter().map(|(leaf, bytes)| (Reverse(bytes), leaf)).collect();
         order.sort_unstable();
         let mut chosen: Vec<Dim> = Vec::new();
         for (_, leaf) in order {

@@ -161,7 +161,11 @@ impl Dims {
             let ((small, large), rest) = if m < n { ((a, b), &mut q) } else { ((b, a), &mut p) };
             if let Form::Product(factors) = self.forms[large.0].clone() {
                 rest.extend(factors.into_iter().rev());
-                if m < n { p.push(a) } else { q.push(b) }
+                if m < n {
+                    p.push(a)
+                } else {
+                    q.push(b)
+                }
                 continue;
             }
             let (inner, left) = (self.extent(large) / self.extent(small), self.extent(large) % self.extent(small));

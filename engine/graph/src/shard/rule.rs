@@ -15,6 +15,8 @@ pub enum Rule {
     ///   is the sum over the ranks.
     /// - A capital letter is a dimension that no rank may split in this operation, because it is normalized over, or
     ///   because its index has a meaning.
+    /// - A letter with `'` behind it is a dimension of which a rank may hold a single range only. It is split if it is
+    ///   neither a product nor a concatenation.
     /// - `*` stands for any number of leading dimensions.
     /// - `(a b)` is one dimension: the product of several, outermost first. It may contain `*`.
     /// - `_` is a dimension on its own, which is not split.
@@ -72,12 +74,15 @@ pub struct Related {
 pub struct Label {
     pub dim: Dim,
     pub is_whole: bool,
+    /// True if a rank may hold a single range only.
+    pub is_range: bool,
 }
 
 #[derive(Debug, Clone, PartialEq)]
 enum Term {
     Rest,
     Label(char),
+    Range(char),
     Product(Vec<Term>),
     Alone,
 }
@@ -95,6 +100,10 @@ fn terms(text: &str) -> Result<Vec<Term>, String> {
                 let product = std::mem::replace(&mut terms, before);
                 terms.push(Term::Product(product));
             }
+            '\'' => match terms.pop() {
+                Some(Term::Label(label)) => terms.push(Term::Range(label)),
+                _ => return Err("' belongs behind a letter".into()),
+            },
             c if c.is_alphabetic() => terms.push(Term::Label(c)),
             other => return Err(format!("{other:?} has no meaning in a rule")),
         }
@@ -116,6 +125,7 @@ struct Bound {
     labels: HashMap<char, Dim>,
     rest: Option<Vec<Dim>>,
     alone: Vec<Dim>,
+    ranges: Vec<Dim>,
     products: Vec<(Vec<Term>, Dim)>,
 }
 
@@ -133,9 +143,12 @@ impl Bound {
             let taken = if term == Term::Rest { count } else { 1 };
             let (these, behind) = rest.split_at(taken);
             rest = behind;
+            if let Term::Range(_) = term {
+                self.ranges.push(these[0]);
+            }
             match term {
                 Term::Rest => self.bind_rest(dims, these)?,
-                Term::Label(label) => match self.labels.get(&label) {
+                Term::Label(label) | Term::Range(label) => match self.labels.get(&label) {
                     Some(&dim) if dims.extent(dim) == dims.extent(these[0]) => dims.unify(dim, these[0]),
                     Some(&dim) => {
                         return Err(format!("{label:?} is {} and {}", dims.extent(dim), dims.extent(these[0])));
@@ -185,7 +198,8 @@ impl Bound {
                 }
                 _ => return Err(format!("a product of {extent} does not have these factors")),
             };
-            let all: Vec<Dim> = known.into_iter().flat_map(|k| k.unwrap_or_else(|| new.into_iter().collect())).collect();
+            let all: Vec<Dim> =
+                known.into_iter().flat_map(|k| k.unwrap_or_else(|| new.into_iter().collect())).collect();
             dims.reshape(&[dim], &all);
         }
         Ok(())
@@ -197,12 +211,7 @@ impl Rule {
     ///
     /// # Errors
     /// Returns the reason why the rule does not fit the operands.
-    pub(super) fn relate(
-        &self,
-        dims: &mut Dims,
-        inputs: &[&[Dim]],
-        outputs: &[&[Dim]],
-    ) -> Result<Related, String> {
+    pub(super) fn relate(&self, dims: &mut Dims, inputs: &[&[Dim]], outputs: &[&[Dim]]) -> Result<Related, String> {
         match self {
             Self::Labels(text) => {
                 let (left, right) = text.split_once("->").ok_or("a rule needs an arrow")?;
@@ -220,9 +229,11 @@ impl Rule {
                     }
                 }
                 bound.multiply(dims)?;
-                let named = bound.labels.iter().map(|(label, &dim)| Label { dim, is_whole: label.is_uppercase() });
-                let rest = bound.rest.iter().flatten().map(|&dim| Label { dim, is_whole: false });
-                let alone = bound.alone.iter().map(|&dim| Label { dim, is_whole: true });
+                let is_range = |dim: &Dim| bound.ranges.contains(dim);
+                let label = |&dim: &Dim, is_whole| Label { dim, is_whole, is_range: is_range(&dim) };
+                let named = bound.labels.iter().map(|(letter, dim)| label(dim, letter.is_uppercase()));
+                let rest = bound.rest.iter().flatten().map(|dim| label(dim, false));
+                let alone = bound.alone.iter().map(|dim| label(dim, true));
                 related.labels = named.chain(rest).chain(alone).collect();
                 Ok(related)
             }

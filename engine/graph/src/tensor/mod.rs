@@ -308,7 +308,7 @@ impl Tensor {
         if self.rank() == 2 {
             self.expect_inside(ids, 0, "embedding")?;
         }
-        Self::apply_op::<1>(ops::Embedding { padding }, &[self, ids]).map(|[out]| out)
+        Self::apply_op::<1>(ops::Embedding { padding, first: 0 }, &[self, ids]).map(|[out]| out)
     }
 
     /// Layer normalisation over the last dimension (Ba et al., arXiv 1607.06450).

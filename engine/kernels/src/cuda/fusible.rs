@@ -33,6 +33,8 @@ pub enum Fusible {
     EmbeddingGrad {
         /// The id of padding, whose row gets no gradient; `None` if there is no padding.
         padding: Option<u32>,
+        /// The id of the table's first row.
+        first: u32,
     },
     /// The gradients of a normalization's weight and bias, from (x, statistics, dy). They can be computed in the same
     /// pass over the rows as the input gradient.

@@ -20,6 +20,7 @@ use self::pass::{Backward, Inputs, Losses, Upstream};
 use super::{OutputTypes, is_positive_f32};
 use crate::error::Result;
 use crate::reference::{Array, Reference};
+use crate::shard::Rule;
 use crate::tensor::Tensor;
 use crate::{Gradient, Op};
 
@@ -92,6 +93,12 @@ impl LinearCrossEntropy {
 impl Op for LinearCrossEntropy {
     fn name(&self) -> &'static str {
         "linear_cross_entropy"
+    }
+
+    fn rule(&self, inputs: &[Spec], outputs: &[Spec]) -> Option<Rule> {
+        let inputs = &["* W", "V W", "*", "*"][..inputs.len()];
+        let outputs = &[&["*"; 2][..self.dx()], &["* W", "V W"]].concat()[..outputs.len()];
+        Some(Rule::Labels(format!("{} -> {}", inputs.join(", "), outputs.join(", ")).into()))
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
@@ -255,6 +262,11 @@ impl LinearCrossEntropy {
 impl Op for LinearCrossEntropyGrad {
     fn name(&self) -> &'static str {
         "linear_cross_entropy_grad"
+    }
+
+    fn rule(&self, _: &[Spec], _: &[Spec]) -> Option<Rule> {
+        let outputs = if self.has_d_weight { "* W, V W" } else { "* W" };
+        Some(Rule::Labels(format!("* W, V W, *, * -> {outputs}").into()))
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
