@@ -112,9 +112,8 @@ impl TrainStep {
             let summands = gradient.summands.iter().map(|&id| trace.tensor(id));
             let total = summands.map(Ok).reduce(|a, b| a?.add(&b?)).expect("a gradient has a summand")?;
             let gradient = total.reshape(parameter.dims().to_vec())?;
-            let shared = trace.lock().shared(parameter.id()).cloned();
-            let dims = shared.as_ref().unwrap_or(parameter.shape()).dims().to_vec();
-            let shared = shared.is_some();
+            let window = trace.lock().window(parameter.id());
+            let (dims, shared) = (window.whole_dims().to_vec(), !window.is_whole());
             self.gradients.push(Parameter { name, tensor: parameter, dims, shared, gradient, owner });
         }
         Ok(())
@@ -155,12 +154,11 @@ impl TrainStep {
         let graph = self.trace.lock();
         for (id, name) in graph.persistent().filter(|(_, name)| self.stages.contains_key(*name)) {
             if !layout.shapes.contains_key(name) {
-                let here = &graph.value(id).spec;
-                let whole = graph.shared(id).unwrap_or(&here.shape);
-                layout.shapes.insert(name.to_owned(), whole.dims().to_vec());
+                let window = graph.window(id);
+                layout.shapes.insert(name.to_owned(), window.whole_dims().to_vec());
                 layout.frozen.insert(name.to_owned());
-                if graph.shared(id).is_some() {
-                    layout.parts.insert(name.to_owned(), update.share(here.elements()));
+                if !window.is_whole() {
+                    layout.parts.insert(name.to_owned(), update.share(window));
                 }
             }
         }

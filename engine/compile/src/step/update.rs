@@ -18,7 +18,7 @@ use gapless_graph::optim::{
     GlobalNorm, Optimizer, ParameterInfo, ParameterUpdate, SCALARS, SquaredNorms, State, StateInit, WeightAverage,
 };
 use gapless_graph::{Error, Result};
-use gapless_graph::{LossPart, Place, Spec, Tensor, ValueId};
+use gapless_graph::{LossPart, Place, Spec, Tensor, ValueId, Window};
 use gapless_parallel::StageId;
 
 use super::record::Trace;
@@ -106,11 +106,11 @@ impl CheckpointLayout {
     }
 }
 
-/// A contiguous part of a flattened tensor.
-#[derive(Debug, Clone, Copy)]
+/// The part of a tensor that a rank keeps.
+#[derive(Debug, Clone)]
 pub struct Shard {
-    /// Index of the first element.
-    pub first: usize,
+    /// The elements of the part.
+    pub window: Window,
     /// Whether this rank is the first of the ranks that have this part.
     pub is_first_copy: bool,
 }
@@ -201,8 +201,9 @@ impl Update<'_> {
         let Parameter { name, tensor: here, .. } = target.parameter;
         layout.shapes.insert(name.clone(), target.info.dims.to_vec());
         layout.stages.insert(name.clone(), target.parameter.owner);
-        if target.part == Ownership::OfExperts {
-            layout.parts.insert(name.clone(), self.kept_part(target.part, here.elem_count()));
+        let window = self.trace.lock().window(here.id());
+        if !window.is_whole() {
+            layout.parts.insert(name.clone(), self.kept_part(target.part, window));
         }
         let mut states = target.rule.states(&target.info);
         let average = self.options.update.average.filter(|_| !target.is_own);
@@ -251,17 +252,16 @@ impl Update<'_> {
         }
         layout.shapes.insert(state.clone(), spec.dims().to_vec());
         layout.stages.insert(state.clone(), *owner);
-        let own = self.part_of_state(&state, spec, target.part)?;
-        if target.part != Ownership::Whole {
-            layout.parts.insert(state.clone(), self.kept_part(target.part, own.elements()));
+        let (own, window) = self.part_of_state(&state, spec, target)?;
+        if !window.is_whole() {
+            layout.parts.insert(state.clone(), self.kept_part(target.part, window.clone()));
         }
         let id = match init {
-            StateInit::Init(init) => self.trace.lock().add_persistent(&state, own, init)?,
+            StateInit::Init(init) => self.trace.lock().add_part(&state, own, init, window)?,
             StateInit::Parameter => {
-                let skip = if target.part == Ownership::OfBatch { layout.parts[&state].first } else { 0 };
                 let mut graph = self.trace.lock();
-                let id = graph.add_persistent(&state, own, Init::Const(0.0))?;
-                graph.initialize_from(id, here.id(), skip);
+                let id = graph.add_part(&state, own, Init::Const(0.0), window)?;
+                graph.initialize_from(id, here.id());
                 layout.copies.entry(name.clone()).or_default().push(state.clone());
                 id
             }
@@ -382,18 +382,21 @@ impl Update<'_> {
         norm.add(&loss.affine(0.0, 0.0)?)
     }
 
-    /// Returns the shape and type of this rank's part of a state.
-    fn part_of_state(&self, name: &str, whole: Spec, part: Ownership) -> Result<Spec> {
-        let ranks = self.ranks(part);
-        if part == Ownership::Whole {
-            return Ok(whole);
+    /// Returns the shape, the type and the window of this rank's part of a state.
+    fn part_of_state(&self, name: &str, whole: Spec, target: &UpdateTarget<'_>) -> Result<(Spec, Window)> {
+        let (here, ranks) = (&target.parameter.tensor, self.ranks(target.part));
+        let mut window = self.trace.lock().window(here.id());
+        if target.part == Ownership::OfBatch {
+            let (part, rank) = (window.elements() / ranks, self.plan.batch_rank());
+            window = window.range(rank * part..(rank + 1) * part);
         }
-        if !whole.elements().is_multiple_of(ranks) {
+        let Some(window) = window.scaled(whole.dims()) else {
             let why = format!("{name} has {} elements, which {ranks} ranks cannot share equally", whole.elements());
             let remedy = "let Optimizer::shard_granularity return the elements of a part, or None";
             return Err(Error::config("optimizer", why, remedy));
-        }
-        Ok(Spec { shape: (whole.elements() / ranks).into(), dtype: whole.dtype })
+        };
+        let own = if window.is_whole() { whole } else { whole.in_shape(window.elements()) };
+        Ok((own, window))
     }
 
     /// Returns a copy of this rank's part of a parameter that the rank holds as a whole.
@@ -412,19 +415,17 @@ impl Update<'_> {
         }
     }
 
-    /// Returns the location of this rank's part, which has `elements` elements.
-    fn kept_part(&self, part: Ownership, elements: usize) -> Shard {
+    /// Returns this rank's part of a tensor as a checkpoint stores it.
+    fn kept_part(&self, part: Ownership, window: Window) -> Shard {
         match part {
-            Ownership::Whole | Ownership::OfBatch => {
-                Shard { first: self.plan.batch_rank() * elements, is_first_copy: true }
-            }
-            Ownership::OfExperts => self.share(elements),
+            Ownership::Whole | Ownership::OfBatch => Shard { window, is_first_copy: true },
+            Ownership::OfExperts => self.share(window),
         }
     }
 
-    /// Returns the location of this expert rank's share, which has `elements` elements.
-    pub fn share(&self, elements: usize) -> Shard {
-        Shard { first: self.plan.at.expert * elements, is_first_copy: self.plan.at.data == 0 }
+    /// Returns this expert rank's share of a tensor as a checkpoint stores it.
+    pub fn share(&self, window: Window) -> Shard {
+        Shard { window, is_first_copy: self.plan.at.data == 0 }
     }
 
     /// Sums a value over the ranks of a group, in place. If the group has only one rank, returns the value unchanged.
