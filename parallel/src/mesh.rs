@@ -1,7 +1,7 @@
 //! The mesh: the role of each rank, and the groups of ranks that communicate.
 
 use std::fmt;
-use std::ops::{BitOr, Not};
+use std::ops::{BitAnd, BitOr, Not};
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -124,6 +124,15 @@ impl BitOr for Axes {
 
     fn bitor(self, other: Self) -> Self {
         Self(self.0 | other.0)
+    }
+}
+
+/// Returns the axes that are in both sets.
+impl BitAnd for Axes {
+    type Output = Self;
+
+    fn bitand(self, other: Self) -> Self {
+        Self(self.0 & other.0)
     }
 }
 

@@ -28,7 +28,7 @@ fn spec() -> Spec {
 }
 
 fn always(name: &str, spec: Spec) -> BufferKind {
-    let fill = Initializer { init: Init::Const(1.0), name: name.into(), first: 0, given: None };
+    let fill = Initializer::whole(Init::Const(1.0), name, spec.dims());
     BufferKind::Persistent { fill, spec }
 }
 

@@ -18,7 +18,7 @@ mod split_reference;
 pub mod text;
 mod update;
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeSet, HashMap};
 
 use candle_core::{D, DType};
 use gapless_alloc::{Role, lower_bound};
@@ -39,7 +39,7 @@ use crate::lifetimes::lifetimes;
 use crate::link::{compile, height};
 use crate::lower::{alive_nodes, lower};
 use crate::lowering::{Lowering, Output, Target};
-use crate::partition::{ParameterStages, partition_like};
+use crate::partition::partition_like;
 use crate::passes::dump;
 use crate::program::{BufferKind, Program};
 use crate::recompute::{RematPlan, Resolving, stages_that_recompute_twice};
@@ -141,8 +141,8 @@ pub fn compile_step(
     // The graph of the training step: the forward, its stages, its gradients, the update.
     let step = record(build, options, ranks)?;
     // Two programs of the forward alone, with parameters on the same ranks as in the training step.
-    let evaluate = evaluation(build, options, ranks, step.held(), target)?;
-    let logits = Logits::record(build, options, ranks, step.held(), target)?;
+    let evaluate = evaluation(build, options, ranks, &step.held, target)?;
+    let logits = Logits::record(build, options, ranks, &step.held, target)?;
     // The programs that continue sequences. Their caches share memory with the activations of the training step.
     let (generation, uncached) = generation::cached(build, options, ranks, target, &logits)?;
     let Logits { program: logits, vocabulary, causality, obstacle: _ } = logits;
@@ -285,7 +285,7 @@ fn evaluation(
     build: &Build<'_>,
     options: &StepOptions,
     ranks: &RankPlan,
-    held: Held<'_>,
+    held: &Held,
     target: Target,
 ) -> Result<Program> {
     let (mut trace, model) = Trace::new(build, options, ranks, (options.evaluation_batch(), options.sequence), false)?;
@@ -315,7 +315,7 @@ impl Logits {
         build: &Build<'_>,
         options: &StepOptions,
         ranks: &RankPlan,
-        held: Held<'_>,
+        held: &Held,
         target: Target,
     ) -> Result<Self> {
         let (mut trace, model) = Trace::new(build, options, ranks, (1, options.sequence), false)?;
@@ -337,13 +337,13 @@ fn forward(
     name: &str,
     outputs: &[(&str, ValueId)],
     (options, ranks): (&StepOptions, &RankPlan),
-    held: Held<'_>,
+    held: &Held,
     target: Target,
 ) -> Result<Program> {
-    partition_like(&mut trace.lock(), held.stages);
+    partition_like(&mut trace.lock(), &held.stages);
     let sharded = ranks.sharing(options).map(|sharing| {
         let ids: Vec<ValueId> = outputs.iter().map(|&(_, id)| id).collect();
-        trace.shard(&sharing, &ids, &[], Some(held.windows))
+        trace.shard(&sharing, &ids, &[], Some(&held.windows))
     });
     let sharded = sharded.transpose()?;
     let id_of = |id| sharded.as_ref().map_or(id, |sharded| sharded.value(id));

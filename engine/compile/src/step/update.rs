@@ -18,8 +18,8 @@ use gapless_graph::optim::{
     GlobalNorm, Optimizer, ParameterInfo, ParameterUpdate, SCALARS, SquaredNorms, State, StateInit, WeightAverage,
 };
 use gapless_graph::{Error, Result};
-use gapless_graph::{LossPart, Place, Spec, Tensor, ValueId};
-use gapless_parallel::{Axes, StageId};
+use gapless_graph::{LossPart, Place, Spec, Tensor, ValueId, Window};
+use gapless_parallel::{Axes, Axis, StageId};
 
 use super::record::Trace;
 use super::{LIMITS_INPUT, RankPlan, StepOptions};
@@ -31,8 +31,8 @@ pub(super) struct Parameter {
     pub tensor: Tensor,
     /// Extents of the whole parameter.
     pub dims: Vec<usize>,
-    /// Whether `tensor` is this expert rank's share of the parameter.
-    pub shared: bool,
+    /// The axes of the mesh along which each rank holds another part of the parameter.
+    pub held: Axes,
     /// The gradient, summed over this rank's micro-batches.
     pub gradient: Tensor,
     /// The stage whose ranks update the parameter.
@@ -113,11 +113,11 @@ impl CheckpointLayout {
     }
 }
 
-/// A contiguous part of a flattened tensor.
-#[derive(Debug, Clone, Copy)]
+/// The part of a tensor that a rank keeps.
+#[derive(Debug, Clone)]
 pub struct Shard {
-    /// Index of the first element.
-    pub first: usize,
+    /// The elements of the part.
+    pub window: Window,
     /// Whether this rank is the first of the ranks that have this part.
     pub is_first_copy: bool,
 }
@@ -209,9 +209,9 @@ impl Update<'_> {
         layout.shapes.insert(name.clone(), target.info.dims.to_vec());
         layout.stages.insert(name.clone(), target.parameter.owner);
         let Ownership { held, updated: split } = target.part;
-        if held != Axes::NONE {
-            let part = Ownership { held, ..Ownership::WHOLE };
-            layout.parts.insert(name.clone(), self.kept_part(part, here.elem_count()));
+        let window = self.trace.lock().window(here.id());
+        if !window.is_whole() {
+            layout.parts.insert(name.clone(), self.kept_part(held, window));
         }
         let mut states = target.rule.states(&target.info);
         let average = self.options.update.average.filter(|_| !target.is_own);
@@ -261,17 +261,16 @@ impl Update<'_> {
         }
         layout.shapes.insert(state.clone(), spec.dims().to_vec());
         layout.stages.insert(state.clone(), *owner);
-        let own = self.part_of_state(&state, spec, target.part)?;
-        if target.part != Ownership::WHOLE {
-            layout.parts.insert(state.clone(), self.kept_part(target.part, own.elements()));
+        let (own, window) = self.part_of_state(&state, spec, target)?;
+        if !window.is_whole() {
+            layout.parts.insert(state.clone(), self.kept_part(target.part.axes(), window.clone()));
         }
         let id = match init {
-            StateInit::Init(init) => self.trace.lock().add_persistent(&state, own, init)?,
+            StateInit::Init(init) => self.trace.lock().add_part(&state, own, init, window)?,
             StateInit::Parameter => {
-                let skip = self.plan.mesh.index(self.plan.at, target.part.updated) * own.elements();
                 let mut graph = self.trace.lock();
-                let id = graph.add_persistent(&state, own, Init::Const(0.0))?;
-                graph.initialize_from(id, here.id(), skip);
+                let id = graph.add_part(&state, own, Init::Const(0.0), window)?;
+                graph.initialize_from(id, here.id());
                 layout.copies.entry(name.clone()).or_default().push(state.clone());
                 id
             }
@@ -307,14 +306,14 @@ impl Update<'_> {
 
     fn target<'p>(&self, parameter: &'p Parameter, looked_up: &HashSet<ValueId>) -> Result<UpdateTarget<'p>> {
         self.place(Place::Stage(parameter.owner));
-        let Parameter { name, tensor, gradient, dims, shared, .. } = parameter;
+        let Parameter { name, tensor, dims, .. } = parameter;
         let (looked_up, masters) = (looked_up.contains(&tensor.id()), self.options.precision.has_masters());
         let ([head, vectors], dtype) = (self.trace.marks(tensor.id()), tensor.dtype());
         let parameter_info = ParameterInfo { name, dims, dtype, looked_up, head, vectors, masters };
         let own = self.trace.lock().optimizer_of(tensor.id()).cloned();
         let (is_own, group) = (own.is_some(), self.options.update.group_of(name));
         let rule = own.unwrap_or_else(|| self.options.rule_of(name).clone());
-        let (gradient, part) = self.reduced_gradient(gradient, &parameter_info, &*rule, *shared)?;
+        let (gradient, part) = self.reduced_gradient(parameter, &parameter_info, &*rule)?;
         let gradient = match self.options.update.max_value.filter(|_| !is_own) {
             Some(most) => gradient.clamp(-most, most)?,
             None => gradient,
@@ -326,36 +325,35 @@ impl Update<'_> {
     /// updates.
     fn reduced_gradient(
         &self,
-        gradient: &Tensor,
-        parameter: &ParameterInfo<'_>,
+        Parameter { tensor, gradient, held, .. }: &Parameter,
+        info: &ParameterInfo<'_>,
         rule: &dyn Optimizer,
-        is_shared: bool,
     ) -> Result<(Tensor, Ownership)> {
-        let divides = |ranks: usize| {
-            rule.shard_granularity(parameter)
-                .is_some_and(|grain| parameter.elements().is_multiple_of(ranks.saturating_mul(grain)))
-        };
-        if is_shared {
-            let part = Ownership { held: Axes::EXPERTS, ..Ownership::WHOLE };
-            if !divides(self.ranks(part)) {
-                let why = format!("it cannot update a part of {}, which expert ranks share", parameter.name);
-                return Err(Error::config("optimizer", why, "use AdamW, or one expert rank"));
+        let grain = rule.shard_granularity(info);
+        let window = self.trace.lock().window(tensor.id());
+        if !window.is_whole() {
+            // Blocks of the whole parameter's elements are blocks of the part, if each run of elements has whole blocks.
+            let divides = |grain| window.runs().all(|run| run.start.is_multiple_of(grain) && run.end.is_multiple_of(grain));
+            if !grain.is_some_and(divides) {
+                let why = format!("it cannot update a part of {}, which {held:?} ranks share", info.name);
+                return Err(Error::config("optimizer", why, "use AdamW, or one rank along these axes"));
             }
-            let gradient = match self.plan.mesh.size(Axes::REPLICAS) {
-                1 => gradient.clone(),
-                _ => self.all_reduce(&self.own(gradient)?, Axes::REPLICAS)?,
-            };
-            return Ok((gradient.reshape(gradient.elem_count())?, part));
         }
-        let part = Ownership { updated: Axes::BATCH, ..Ownership::WHOLE };
-        match self.ranks(part) {
-            1 => Ok((gradient.clone(), Ownership::WHOLE)),
-            ranks if divides(ranks) && parameter.elements() / ranks >= SMALLEST_PART => {
-                let [sum] = Tensor::apply_op(Collective::ReduceScatter { axes: part.updated, ranks }, &[gradient])?;
-                Ok((sum, part))
-            }
-            _ => Ok((self.all_reduce(&self.own(gradient)?, part.updated)?, Ownership::WHOLE)),
+        // The batch is shared by the ranks that hold the same part.
+        let batch = Axes::BATCH & !*held;
+        let ranks = self.plan.mesh.size(batch);
+        let part = Ownership { held: *held, updated: batch };
+        // The ranks that hold other parts must come to the same answer, so uneven parts are not divided further.
+        let is_even = window.elements() * self.plan.mesh.size(*held) == info.elements();
+        let divides = |grain: usize| is_even && window.elements().is_multiple_of(ranks.saturating_mul(grain));
+        let is_large = window.elements() / ranks >= SMALLEST_PART;
+        if ranks > 1 && !held.contains(Axis::Expert) && is_large && grain.is_some_and(divides) {
+            let [sum] = Tensor::apply_op(Collective::ReduceScatter { axes: batch, ranks }, &[gradient])?;
+            return Ok((sum, part));
         }
+        let sum = if ranks > 1 { self.all_reduce(&self.own(gradient)?, batch)? } else { gradient.clone() };
+        let sum = if *held == Axes::NONE { sum } else { sum.reshape(sum.elem_count())? };
+        Ok((sum, Ownership { updated: Axes::NONE, ..part }))
     }
 
     /// Returns a copy of a gradient. A sum in place needs a tensor of its own, because two parameters may have the same
@@ -391,18 +389,23 @@ impl Update<'_> {
         norm.add(&loss.affine(0.0, 0.0)?)
     }
 
-    /// Returns the shape and type of this rank's part of a state.
-    fn part_of_state(&self, name: &str, whole: Spec, part: Ownership) -> Result<Spec> {
-        let ranks = self.ranks(part);
-        if part == Ownership::WHOLE {
-            return Ok(whole);
+    /// Returns the shape, the type and the window of this rank's part of a state.
+    fn part_of_state(&self, name: &str, whole: Spec, target: &UpdateTarget<'_>) -> Result<(Spec, Window)> {
+        let &RankPlan { mesh, at, .. } = self.plan;
+        let mut window = self.trace.lock().window(target.parameter.tensor.id());
+        let updated = target.part.updated;
+        if updated != Axes::NONE {
+            let (part, index) = (window.elements() / mesh.size(updated), mesh.index(at, updated));
+            window = window.range(index * part..(index + 1) * part);
         }
-        if !whole.elements().is_multiple_of(ranks) {
+        let Some(window) = window.scaled(whole.dims()) else {
+            let ranks = self.ranks(target.part);
             let why = format!("{name} has {} elements, which {ranks} ranks cannot share equally", whole.elements());
             let remedy = "let Optimizer::shard_granularity return the elements of a part, or None";
             return Err(Error::config("optimizer", why, remedy));
-        }
-        Ok(Spec { shape: (whole.elements() / ranks).into(), dtype: whole.dtype })
+        };
+        let own = if window.is_whole() { whole } else { whole.in_shape(window.elements()) };
+        Ok((own, window))
     }
 
     /// Returns a copy of the part of a tensor that this rank updates, if each rank along these axes updates another part.
@@ -418,17 +421,10 @@ impl Update<'_> {
         self.plan.mesh.size(part.axes())
     }
 
-    /// Returns the location of the part that this rank updates, which has `elements` elements.
-    fn kept_part(&self, part: Ownership, elements: usize) -> Shard {
+    /// Returns a part of a tensor as a checkpoint stores it. Along `axes`, each rank keeps another part.
+    pub fn kept_part(&self, axes: Axes, window: Window) -> Shard {
         let &RankPlan { mesh, at, .. } = self.plan;
-        let index = mesh.index(at, part.held) * mesh.size(part.updated) + mesh.index(at, part.updated);
-        let copies = !(part.axes() | Axes::PIPELINE);
-        Shard { first: index * elements, is_first_copy: mesh.index(at, copies) == 0 }
-    }
-
-    /// Returns the location of this expert rank's share, which has `elements` elements.
-    pub fn share(&self, elements: usize) -> Shard {
-        self.kept_part(Ownership { held: Axes::EXPERTS, ..Ownership::WHOLE }, elements)
+        Shard { window, is_first_copy: mesh.index(at, !(axes | Axes::PIPELINE)) == 0 }
     }
 
     /// Sums a value over the ranks of a group, in place. If the group has only one rank, returns the value unchanged.
