@@ -21,7 +21,7 @@ pub struct Mesh {
     pub expert: usize,
     /// The number of ranks that share the tokens of a sequence. Only 1 is supported.
     pub context: usize,
-    /// The number of ranks that share the tensors of a layer. Only 1 is supported.
+    /// The number of ranks that share the tensors of a layer.
     pub tensor: usize,
 }
 
