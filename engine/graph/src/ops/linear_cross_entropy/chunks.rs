@@ -263,12 +263,11 @@ impl Chunks {
     /// index of d_weight among the operation's outputs.
     pub fn launches(
         &self,
-        &HeadOperands { operands, loss: definition, losses, likelihoods, weights, gathered, statistics }: &HeadOperands<
-            '_,
-        >,
+        head: &HeadOperands<'_>,
         backward: Option<(launch::Upstream<'_>, &[cuda::Operand])>,
         weight: usize,
     ) -> Option<Vec<Launch>> {
+        let &HeadOperands { operands, loss: definition, losses, likelihoods, weights, gathered, statistics } = head;
         let [x, weight_operand, targets, ..] = operands.inputs else { return None };
         let of_rows = |first: usize| {
             let at = |address: u64, bytes: usize| if address > 0 { address + (bytes * first) as u64 } else { 0 };
