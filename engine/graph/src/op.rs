@@ -10,8 +10,8 @@ use std::fmt;
 use std::sync::Arc;
 
 use candle_core::{DType, Layout};
-use gapless_kernels::{Spec, Window};
 use gapless_kernels::cpu::Args;
+use gapless_kernels::{Spec, Window};
 
 use crate::Gradient;
 use crate::error::{Error, Result};
@@ -95,6 +95,15 @@ pub trait Op: Any + fmt::Debug + Send + Sync {
     /// Returns the operation that computes the parts `outputs` from the parts `inputs`, if that is another than this
     /// one: for example, if this one holds an extent. Only called for parts that the [rule](Self::rule) allows.
     fn on_parts(&self, _inputs: &[Window], _outputs: &[Window]) -> Option<Arc<dyn Op>> {
+        None
+    }
+
+    /// Returns the operation that computes, from this one's first inputs, statistics of a part that this one needs of all
+    /// parts. Ranks that hold parts gather the statistics. The operation that [`Self::on_parts`] returns then has one more
+    /// input, the last one: the statistics of all ranks in the order of their parts, [ranks, ..]. Ranks divide the
+    /// statistics' inputs as they divide this operation's, so [`Self::on_parts`] of the statistics is called with these
+    /// inputs' windows. `None` if the operation computes its parts without knowing of the others.
+    fn statistics(&self) -> Option<Arc<dyn Op>> {
         None
     }
 

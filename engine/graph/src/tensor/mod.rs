@@ -197,7 +197,11 @@ impl Tensor {
         })
     }
 
-    fn apply_shared(op: Arc<dyn Op>, inputs: &[&Self]) -> Result<Vec<Self>> {
+    /// Like [`Self::apply_op`], for an operation that is already shared, such as one that [`Op::on_parts`] returns.
+    ///
+    /// # Errors
+    /// Returns an error if the operation's shape rule rejects the inputs, or if there are no inputs.
+    pub fn apply_shared(op: Arc<dyn Op>, inputs: &[&Self]) -> Result<Vec<Self>> {
         let Some(Self { graph, .. }) = inputs.first() else {
             return Err(Error::msg(format!("{} has no inputs; give it at least one tensor", op.name())));
         };
