@@ -1,6 +1,6 @@
 //! Programs with addresses in one planned arena.
 
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
 use std::io::Write;
 
 use candle_core::DType;
@@ -158,14 +158,19 @@ impl Executable {
         self.programs.iter().map(|program| program.requests).max().unwrap_or(0)
     }
 
-    /// Returns the axes along which the collectives of any program communicate.
-    pub fn groups(&self) -> BTreeSet<Axes> {
-        let instructions = self.programs.iter().flat_map(|program| &program.instructions);
-        let axes_of = |instruction: &Instruction| match instruction.kind {
-            InstrKind::Collective(collective, _) => Some(collective.axes()),
-            _ => None,
-        };
-        instructions.filter_map(axes_of).collect()
+    /// Returns the collectives of all programs in their order, by the axes along which they communicate: for each, the
+    /// program, the operation and the elements of its input. All ranks of a group must have the same.
+    pub fn collectives(&self) -> BTreeMap<Axes, String> {
+        let mut collectives: BTreeMap<Axes, String> = BTreeMap::new();
+        for program in &self.programs {
+            for instruction in &program.instructions {
+                let InstrKind::Collective(collective, _) = instruction.kind else { continue };
+                let list = collectives.entry(collective.axes()).or_default();
+                let elements = instruction.inputs.first().map_or(0, |input| input.span);
+                list.push_str(&format!("{} {} {elements}; ", program.name, collective.name()));
+            }
+        }
+        collectives
     }
 
     /// Returns the program of this name, or `None` if there is none.

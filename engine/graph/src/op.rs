@@ -98,12 +98,12 @@ pub trait Op: Any + fmt::Debug + Send + Sync {
         None
     }
 
-    /// Returns the operation that computes, from this one's first inputs, statistics of a part that this one needs of all
-    /// parts. Ranks that hold parts gather the statistics. The operation that [`Self::on_parts`] returns then has one more
-    /// input, the last one: the statistics of all ranks in the order of their parts, [ranks, ..]. Ranks divide the
-    /// statistics' inputs as they divide this operation's, so [`Self::on_parts`] of the statistics is called with these
-    /// inputs' windows. `None` if the operation computes its parts without knowing of the others.
-    fn statistics(&self) -> Option<Arc<dyn Op>> {
+    /// Returns the operation that computes statistics of a part which this one needs of all parts, and the number of this
+    /// one's first inputs that it reads. Ranks that hold parts gather the statistics. The operation that
+    /// [`Self::on_parts`] returns then has one more input, the last one: the statistics of all ranks in the order of their
+    /// parts, [ranks, ..]. [`Self::on_parts`] of the statistics is called with the windows of this operation's inputs.
+    /// `None` if the operation computes its parts without knowing of the others.
+    fn statistics(&self) -> Option<(Arc<dyn Op>, usize)> {
         None
     }
 

@@ -25,7 +25,7 @@ pub fn head_on_parts(op: &dyn Op, has_another: bool, x: &[Tensor], ids: &[Tensor
         let windows = [Window::whole(x[0].dims()), weight, Window::whole(&rows)];
         parts.push((windows, x[1].narrow(0, start, end - start)?.contiguous()?));
     }
-    let statistics = op.statistics().expect("a head has statistics");
+    let (statistics, _) = op.statistics().expect("a head has statistics");
     let mut gathered = Vec::new();
     for (windows, weight) in &parts {
         let op = statistics.on_parts(windows, &[]).expect("a part");

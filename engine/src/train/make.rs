@@ -265,7 +265,7 @@ impl Trainer {
     fn join(mut self, mut world: Box<dyn Communicator>) -> Result<Self> {
         expect_equal(&mut *world, &[("model", self.model.clone())])?;
         let mesh = self.options.step.mesh;
-        let groups = groups(&mut *world, self.session.executable())?;
+        let groups = groups(&mut *world, mesh, self.session.executable())?;
         let communicators = match self.between_devices(&mut *world)? {
             Some(mut devices) => communicators(&mut *devices, mesh, &groups)?,
             None => communicators(&mut *world, mesh, &groups)?,

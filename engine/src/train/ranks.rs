@@ -33,13 +33,31 @@ pub(super) fn expect_ranks(world: &dyn Communicator, mesh: Mesh) -> Result<()> {
 
 /// Returns the axes along which the collectives of any rank's programs communicate. The result is equal on all ranks,
 /// although the programs of different stages may have different collectives.
-pub(super) fn groups(world: &mut dyn Communicator, executable: &Executable) -> Result<BTreeSet<Axes>> {
-    let here = executable.groups();
-    let here: Vec<u8> = Axes::sets().map(|axes| here.contains(&axes).into()).collect();
-    let mut all = vec![0; here.len() * world.size()];
-    world.all_gather(&here, &mut all)?;
-    let is_used = |index: usize| all.iter().skip(index).step_by(here.len()).any(|&used| used == 1);
-    Ok(Axes::sets().enumerate().filter(|&(index, _)| is_used(index)).map(|(_, axes)| axes).collect())
+///
+/// # Errors
+/// Returns [`TrainError::RanksDiffer`] if two ranks of a group have other collectives, or have them in another order: they
+/// would wait for each other forever. All ranks return the same error.
+pub(super) fn groups(world: &mut dyn Communicator, mesh: Mesh, executable: &Executable) -> Result<BTreeSet<Axes>> {
+    let here = executable.collectives();
+    let digest_of = |axes: Axes| here.get(&axes).map_or([0; DIGEST], |list| digest(list.as_bytes()));
+    let mine: Vec<u8> = Axes::sets().flat_map(digest_of).collect();
+    let mut all = vec![0; mine.len() * world.size()];
+    world.all_gather(&mine, &mut all)?;
+    let mut used = BTreeSet::new();
+    for (index, axes) in Axes::sets().enumerate() {
+        let of_rank = |rank: usize| &all[rank * mine.len() + index * DIGEST..][..DIGEST];
+        let mut firsts = BTreeMap::new();
+        for rank in 0..world.size() {
+            let color = mesh.color(mesh.coordinate(rank), axes);
+            if of_rank(rank) != *firsts.entry(color).or_insert(of_rank(rank)) {
+                return Err(TrainError::RanksDiffer { rank, what: "collectives", here: format!("{here:?}") });
+            }
+        }
+        if (0..world.size()).any(|rank| of_rank(rank) != [0; DIGEST]) {
+            used.insert(axes);
+        }
+    }
+    Ok(used)
 }
 
 /// Splits the communicator of all ranks into one for this rank's pipeline, and one for each of its groups along these

@@ -250,7 +250,13 @@ impl<'a> Pass<'a> {
             inputs.push(self.bring(input, cut, node)?);
         }
         let windows = |ids: &[ValueId]| -> Vec<Window> { ids.iter().map(|&id| self.window(id, cut)).collect() };
-        let on_parts = cut.and_then(|_| node.op.on_parts(&windows(&node.inputs), &windows(&node.outputs)));
+        let (of_inputs, of_outputs) = (windows(&node.inputs), windows(&node.outputs));
+        let on_parts = cut.and_then(|_| node.op.on_parts(&of_inputs, &of_outputs));
+        if let Some((statistics, count)) = node.op.statistics().filter(|_| on_parts.is_some()) {
+            let statistics = statistics.on_parts(&of_inputs, &[]).unwrap_or(statistics);
+            let own = self.apply(node, statistics, &inputs[..count])?[0];
+            inputs.push(self.gather_all(own, node)?);
+        }
         let op = on_parts.unwrap_or_else(|| node.op.clone());
         if let Some((bias, without)) = op.without_bias().filter(|_| sums.contains(&true)) {
             let added = inputs.remove(bias);
@@ -460,6 +466,14 @@ impl<'a> Pass<'a> {
             };
         }
         Ok(value)
+    }
+
+    /// Returns the values of all ranks, one after another along a new first dimension.
+    fn gather_all(&mut self, own: ValueId, like: &Node) -> Result<ValueId> {
+        let Sharing { axes, ranks, .. } = self.sharing;
+        let dims = [&[ranks], self.new.value(own).spec.dims()].concat();
+        let all = self.apply(like, Arc::new(Collective::AllGather { axes, ranks }), &[own])?;
+        Ok(self.apply(like, Arc::new(Reshape { shape: dims.into() }), &all)?[0])
     }
 
     /// Returns all of a value of which every rank has a part.

@@ -143,12 +143,6 @@ impl Op for LinearCrossEntropy {
         "linear_cross_entropy"
     }
 
-    fn rule(&self, inputs: &[Spec], outputs: &[Spec]) -> Option<Rule> {
-        let inputs = &["* W", "V W", "*", "*"][..inputs.len()];
-        let outputs = &[&["*"; 2][..self.dx()], &["* W", "V W"]].concat()[..outputs.len()];
-        Some(Rule::Labels(format!("{} -> {}", inputs.join(", "), outputs.join(", ")).into()))
-    }
-
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
         let rows = expect_head(inputs, self.part)?;
         expect_statistics(inputs, self.part)?;
@@ -171,9 +165,9 @@ impl Op for LinearCrossEntropy {
     /// The losses are no summands, because ranks compute them from the statistics of all ranks.
     fn rule(&self, inputs: &[Spec], outputs: &[Spec]) -> Option<Rule> {
         let (weights, losses) = if self.has_weights(inputs.len()) { (", *", "*[023]") } else { ("", "*[02]") };
-        let gradients = ["* W", "v W"].into_iter().filter(|_| self.gradient.is_some());
+        let gradients = ["* W", "v' W"].into_iter().filter(|_| self.gradient.is_some());
         let made: Vec<&str> = vec![losses; self.dx()].into_iter().chain(gradients).take(outputs.len()).collect();
-        let rule = format!("* W, v W, *{weights} -> {}", made.join(", "));
+        let rule = format!("* W, v' W, *{weights} -> {}", made.join(", "));
         self.part.is_none().then(|| Rule::Labels(rule.into()))
     }
 
@@ -182,8 +176,8 @@ impl Op for LinearCrossEntropy {
         Some(Arc::new(Self { part, ..*self }))
     }
 
-    fn statistics(&self) -> Option<Arc<dyn Op>> {
-        Some(Arc::new(HeadStatistics { cap: self.loss.cap, part: self.part }))
+    fn statistics(&self) -> Option<(Arc<dyn Op>, usize)> {
+        Some((Arc::new(HeadStatistics { cap: self.loss.cap, part: self.part }), 3))
     }
 
     fn gradient(&self, g: &mut Gradient) -> Result<()> {
@@ -334,11 +328,6 @@ impl Op for LinearCrossEntropyGrad {
         "linear_cross_entropy_grad"
     }
 
-    fn rule(&self, _: &[Spec], _: &[Spec]) -> Option<Rule> {
-        let outputs = if self.has_d_weight { "* W, V W" } else { "* W" };
-        Some(Rule::Labels(format!("* W, V W, *, * -> {outputs}").into()))
-    }
-
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
         expect_head(inputs, self.part)?;
         expect_statistics(inputs, self.part)?;
@@ -348,8 +337,8 @@ impl Op for LinearCrossEntropyGrad {
 
     fn rule(&self, _: &[Spec], _: &[Spec]) -> Option<Rule> {
         let rule = match self.has_d_weight {
-            true => "* W, v W, *, * -> * W, v W",
-            false => "* W, v W, *, * -> * W",
+            true => "* W, v' W, *, * -> * W, v' W",
+            false => "* W, v' W, *, * -> * W",
         };
         self.part.is_none().then_some(Rule::labels(rule))
     }
@@ -359,8 +348,8 @@ impl Op for LinearCrossEntropyGrad {
         Some(Arc::new(Self { part, ..*self }))
     }
 
-    fn statistics(&self) -> Option<Arc<dyn Op>> {
-        Some(Arc::new(HeadStatistics { cap: self.loss.cap, part: self.part }))
+    fn statistics(&self) -> Option<(Arc<dyn Op>, usize)> {
+        Some((Arc::new(HeadStatistics { cap: self.loss.cap, part: self.part }), 3))
     }
 
     fn reads_strides(&self, index: usize, _: &Layout) -> bool {

@@ -267,7 +267,7 @@ mod tests {
             (windows, Array::new(&[end - start, width], data))
         };
         let parts: Vec<(Vec<Window>, Array)> = starts.zip(ends).map(part).collect();
-        let statistics = op.statistics().expect("a head has statistics");
+        let (statistics, _) = op.statistics().expect("a head has statistics");
         let mut gathered = Array::new(&[0, 2, 3, STATISTICS], Vec::new());
         for (windows, weight) in &parts {
             let statistics = statistics.on_parts(windows, &[]).expect("a part");
@@ -354,6 +354,6 @@ mod tests {
         let windows = [Window::whole(&[2, 5]), Window::whole(&[7, 5]), Window::whole(&[2])];
         let head = LinearCrossEntropy::new(None);
         assert!(head.on_parts(&windows, &[]).is_none());
-        assert!(head.statistics().expect("it has statistics").on_parts(&windows, &[]).is_none());
+        assert!(head.statistics().expect("it has statistics").0.on_parts(&windows, &[]).is_none());
     }
 }
