@@ -12,7 +12,7 @@ use gapless_graph::Spec;
 use gapless_parallel::Axes;
 
 use crate::error::Result;
-use crate::instruction::{CompiledProgram, Instruction, Persistent, unknown};
+use crate::instruction::{CompiledProgram, Persistent, unknown};
 use crate::offload_plan::HostPlan;
 use crate::program::InstrKind;
 use crate::row_sizes::DynamicBuffer;
@@ -167,7 +167,7 @@ impl Executable {
                 let InstrKind::Collective(collective, _) = instruction.kind else { continue };
                 let list = collectives.entry(collective.axes()).or_default();
                 let elements = instruction.inputs.first().map_or(0, |input| input.span);
-                list.push_str(&format!("{} {} {elements}; ", program.name, collective.name()));
+                list.push_str(&format!("{} {} {elements}; ", program.name, instruction.kind.name()));
             }
         }
         collectives

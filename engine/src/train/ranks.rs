@@ -1,6 +1,6 @@
 //! Communicators between the ranks of a mesh, and checks that all ranks have equal settings and data.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use gapless_compile::Executable;
 use gapless_kernels::Element;

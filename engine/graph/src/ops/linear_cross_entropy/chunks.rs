@@ -30,8 +30,8 @@ impl Part {
     /// # Panics
     /// Panics if the rows are not one range.
     pub fn of(weight: &Window) -> Option<Self> {
-        let (held, vocabulary) = (weight.held(0), weight.whole_dims()[0]);
-        let [rows] = held else { panic!("a rank holds one range of a vocabulary, not {held:?}") };
+        let (held, vocabulary) = (&weight.held()[0], weight.whole_dims()[0]);
+        let [rows] = &held[..] else { panic!("a rank holds one range of a vocabulary, not {held:?}") };
         (rows.len() < vocabulary).then_some(Self { first: rows.start, vocabulary })
     }
 
