@@ -267,8 +267,9 @@ mod tests {
         let draft = Draft::begin(folder, 1)?;
         let (mut files, mut windows) = (WrittenFiles::default(), serde_json::Map::new());
         for (rank, part) in parts.iter().enumerate() {
-            let (file, bytes) = (format!("model-{rank}.safetensors"), bytes(part, dtype));
-            let tensors = vec![TensorBytes { name: "w", dtype, shape: &[part.elements()], bytes: &bytes }];
+            let (file, shape) = (format!("model-{rank}.safetensors"), [part.elements()]);
+            let bytes = bytes(part, dtype);
+            let tensors = vec![TensorBytes { name: "w", dtype, shape: &shape, bytes: &bytes }];
             files.extend(draft.write(&[Section { file: &file, tensors }])?);
             windows.insert(file, json!({ "w": described(part) }));
         }
