@@ -1,5 +1,6 @@
 //! Programs with addresses in one planned arena.
 
+use std::collections::BTreeSet;
 use std::io::Write;
 
 use candle_core::DType;
@@ -8,10 +9,12 @@ use gapless_alloc::csv::Table;
 use gapless_alloc::draw::Mark;
 use gapless_alloc::{Label, Options, PlanHash, Problem, Role, Solution};
 use gapless_graph::Spec;
+use gapless_parallel::Axes;
 
 use crate::error::Result;
-use crate::instruction::{CompiledProgram, Persistent, unknown};
+use crate::instruction::{CompiledProgram, Instruction, Persistent, unknown};
 use crate::offload_plan::HostPlan;
+use crate::program::InstrKind;
 use crate::row_sizes::DynamicBuffer;
 
 /// Options of [`compile`](crate::compile).
@@ -153,6 +156,16 @@ impl Executable {
     /// Returns the largest number of messages and collectives of any program.
     pub fn requests(&self) -> usize {
         self.programs.iter().map(|program| program.requests).max().unwrap_or(0)
+    }
+
+    /// Returns the axes along which the collectives of any program communicate.
+    pub fn groups(&self) -> BTreeSet<Axes> {
+        let instructions = self.programs.iter().flat_map(|program| &program.instructions);
+        let axes_of = |instruction: &Instruction| match instruction.kind {
+            InstrKind::Collective(collective, _) => Some(collective.axes()),
+            _ => None,
+        };
+        instructions.filter_map(axes_of).collect()
     }
 
     /// Returns the program of this name, or `None` if there is none.

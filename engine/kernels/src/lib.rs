@@ -31,4 +31,4 @@ pub use cpu::{Args, Element};
 pub use loss::{LossTerms, RowLoss};
 pub use random::{Numbers, Stream};
 pub use spec::{Spec, width};
-pub use window::Window;
+pub use window::{Spread, Window};

@@ -30,7 +30,7 @@ fn row_of(id: u32, first: u32, rows: usize) -> Option<usize> {
 
 /// Returns the first row that a rank holds of a table. The rule allows a single range of rows.
 fn first_row(table: &Window) -> u32 {
-    table.held(0).first().map_or(0, |rows| rows.start as u32)
+    table.held()[0].first().map_or(0, |rows| rows.start as u32)
 }
 
 impl Op for Embedding {

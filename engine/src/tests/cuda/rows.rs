@@ -1,7 +1,7 @@
 //! Tests of the kernels in softmax.cu, rope.cu, embedding.cu and copy.cu, and of random noise.
 
 use candle_core::{DType, Layout};
-use gapless_graph::{Numbers, Stream};
+use gapless_graph::{Numbers, Stream, Window};
 
 use super::host;
 use super::judge::{Stored, check, judge};
@@ -224,13 +224,21 @@ fn noise_is_the_cpus_bit_by_bit() {
     for shape in SHAPES {
         for p in [0.0, 0.1, 0.9] {
             check(&["dropout"], &[shape], &[], |x, _| {
-                Tensor::apply_op::<1>(Dropout { p, key: 5 }, &[&x[0]]).map(|[y]| y)
+                Tensor::apply_op::<1>(Dropout { p, key: 5, part: None }, &[&x[0]]).map(|[y]| y)
             });
         }
         check(&["jitter"], &[shape], &[], |x, _| {
-            Tensor::apply_op::<1>(Jitter { amount: 0.1, key: 9 }, &[&x[0]]).map(|[y]| y)
+            Tensor::apply_op::<1>(Jitter { amount: 0.1, key: 9, part: None }, &[&x[0]]).map(|[y]| y)
         });
     }
+    // Runs of a part that draws the numbers of the whole.
+    let part = Window::of(&[40, 300], vec![vec![3..40], vec![100..233]]).spread();
+    check(&["dropout"], &[&[37, 133]], &[], |x, _| {
+        Tensor::apply_op::<1>(Dropout { p: 0.5, key: 5, part }, &[&x[0]]).map(|[y]| y)
+    });
+    check(&["jitter"], &[&[37, 133]], &[], |x, _| {
+        Tensor::apply_op::<1>(Jitter { amount: 0.1, key: 9, part }, &[&x[0]]).map(|[y]| y)
+    });
     if !host::is_there() {
         return;
     }
@@ -240,7 +248,7 @@ fn noise_is_the_cpus_bit_by_bit() {
     let spec = [Spec::f32(count)];
     let stream = Stream::new(77, 123_456, 5);
     let numbers = stream.place(42, count);
-    let dropout = Dropout { p: 0.5, key: 42 };
+    let dropout = Dropout { p: 0.5, key: 42, part: None };
     assert!(judge(&dropout, std::slice::from_ref(&ones), &spec, &spec, stream));
     let got = super::judge::outputs(&dropout, &[ones], &spec, stream).remove(0);
     for (i, got) in got.into_iter().enumerate() {
