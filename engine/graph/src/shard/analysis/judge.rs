@@ -83,7 +83,7 @@ impl Judge {
             xs.push(vb.get_with_hints(dims.to_vec(), &name, Init::Const(0.0))?);
             let numbers = Numbers::from_seed(index as u64 + 1);
             let count = dims.iter().product();
-            given.insert(name, Array::new(dims, (0..count).map(|i| f64::from(numbers.normal(i))).collect()));
+            given.insert(name, Array::new(dims, (0..count).map(|i| numbers.normal(i)).collect()));
         }
         let mut inputs = Vec::new();
         for (index, &(dims, data)) in ids.iter().enumerate() {
