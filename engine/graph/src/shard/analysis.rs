@@ -12,6 +12,11 @@ use super::dims::{Dim, Dims, Parts};
 use super::rule::Related;
 use crate::graph::{Graph, NodeId, Source, ValueId};
 
+#[cfg(test)]
+mod judge;
+#[cfg(test)]
+mod tests;
+
 /// What the rules say about a node.
 #[derive(Debug)]
 pub struct NodeDims {
@@ -23,6 +28,35 @@ pub struct NodeDims {
     pub whole: BTreeSet<Dim>,
     /// For each output, the inputs that it depends on; `None` stands for all.
     pub reads: Vec<Option<Vec<usize>>>,
+}
+
+impl NodeDims {
+    /// `related` is what the rule says about these operands, if there is a rule.
+    fn new(dims: &Dims, related: Option<Related>, operands: &[&[Dim]]) -> Self {
+        let leaves: BTreeSet<Dim> = operands.iter().copied().flatten().flat_map(|&dim| dims.leaves(dim)).collect();
+        let Some(Related { labels, reads }) = related else {
+            return Self { is_ruled: false, whole: leaves.clone(), leaves, reads: Vec::new() };
+        };
+        // A leaf that two labels share has two meanings in this node.
+        let mut labelled: HashMap<Dim, usize> = HashMap::new();
+        let mut whole = BTreeSet::new();
+        for label in &labels {
+            let leaves = dims.leaves(label.dim);
+            for &leaf in &leaves {
+                *labelled.entry(leaf).or_default() += 1;
+                if label.is_whole || label.is_range && leaves.len() > 1 {
+                    whole.insert(leaf);
+                }
+            }
+        }
+        whole.extend(labelled.into_iter().filter(|&(_, count)| count > 1).map(|(leaf, _)| leaf));
+        for operand in operands {
+            let mut seen = BTreeSet::new();
+            let of_dims = operand.iter().flat_map(|&dim| dims.leaves(dim));
+            whole.extend(of_dims.filter(|&leaf| !seen.insert(leaf)));
+        }
+        Self { is_ruled: true, leaves, whole, reads }
+    }
 }
 
 #[derive(Debug)]
@@ -59,34 +93,13 @@ impl Analysis {
         }
         let leaves: Vec<BTreeSet<Dim>> =
             shapes.iter().map(|shape| shape.iter().flat_map(|&dim| dims.leaves(dim)).collect()).collect();
-        let nodes = graph.node_ids().zip(related).map(|(id, related)| {
+        let of_node = |(id, related): (NodeId, Option<Related>)| {
             let node = graph.node(id);
-            let operands = || node.inputs.iter().chain(&node.outputs);
-            let all: BTreeSet<Dim> = operands().flat_map(|id| leaves[id.index()].iter().copied()).collect();
-            let Some(Related { labels, reads }) = related else {
-                return NodeDims { is_ruled: false, whole: all.clone(), leaves: all, reads: Vec::new() };
-            };
-            // A leaf that two labels share has two meanings in this node.
-            let mut labelled: HashMap<Dim, usize> = HashMap::new();
-            let mut whole = BTreeSet::new();
-            for label in &labels {
-                let leaves = dims.leaves(label.dim);
-                for &leaf in &leaves {
-                    *labelled.entry(leaf).or_default() += 1;
-                    if label.is_whole || label.is_range && leaves.len() > 1 {
-                        whole.insert(leaf);
-                    }
-                }
-            }
-            whole.extend(labelled.into_iter().filter(|&(_, count)| count > 1).map(|(leaf, _)| leaf));
-            for operand in operands() {
-                let mut seen = BTreeSet::new();
-                let of_dims = shapes[operand.index()].iter().flat_map(|&dim| dims.leaves(dim));
-                whole.extend(of_dims.filter(|&leaf| !seen.insert(leaf)).collect::<Vec<_>>());
-            }
-            NodeDims { is_ruled: true, leaves: all, whole, reads }
-        });
-        let nodes = nodes.collect();
+            let operands: Vec<&[Dim]> =
+                node.inputs.iter().chain(&node.outputs).map(|id| &shapes[id.index()][..]).collect();
+            NodeDims::new(&dims, related, &operands)
+        };
+        let nodes = graph.node_ids().zip(related).map(of_node).collect();
         Self { dims, shapes, leaves, nodes }
     }
 
