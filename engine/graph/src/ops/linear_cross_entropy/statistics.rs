@@ -342,11 +342,11 @@ mod tests {
             head.rule(inputs, &outputs)
         };
         let head = LinearCrossEntropy::new(None);
-        assert_eq!(rule(&head, &unweighted), Some(Rule::labels("* W, v W, * -> *[02]")));
+        assert_eq!(rule(&head, &unweighted), Some(Rule::labels("* W, v' W, * -> *[02]")));
         let head = LinearCrossEntropy::new(Some(1.0));
-        assert_eq!(rule(&head, &unweighted), Some(Rule::labels("* W, v W, * -> *[02], * W, v W")));
+        assert_eq!(rule(&head, &unweighted), Some(Rule::labels("* W, v' W, * -> *[02], * W, v' W")));
         let frozen = LinearCrossEntropy { has_d_weight: false, ..head.with_likelihoods() };
-        assert_eq!(rule(&frozen, &weighted), Some(Rule::labels("* W, v W, *, * -> *[023], *[023], * W")));
+        assert_eq!(rule(&frozen, &weighted), Some(Rule::labels("* W, v' W, *, * -> *[023], *[023], * W")));
     }
 
     #[test]
