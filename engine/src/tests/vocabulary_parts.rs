@@ -13,10 +13,11 @@ use crate::{DType, Op, Result, Tensor, gradient_check};
 /// Ends of the parts of a vocabulary of 7.
 pub const ENDS: [usize; 3] = [3, 4, 7];
 
-/// Applies a head to parts of x[1], a weight [7, width]. Its inputs are x[0], the part, the targets ids[0], and ids[1] if
-/// `has_another` is true. Returns all results, without gradients, plus x[2], a number.
-pub fn head_on_parts(op: &dyn Op, has_another: bool, x: &[Tensor], ids: &[Tensor]) -> Result<Tensor> {
-    let (targets, another) = (&ids[0], ids[1].to_dtype(DType::F32)?);
+/// Applies a head to parts of x[1], a weight [7, width]. Its inputs are x[0], the part, the targets ids[0], and the others of `ids`
+/// as numbers. Returns all results, without gradients, plus x[2], a number.
+pub fn head_on_parts(op: &dyn Op, x: &[Tensor], ids: &[Tensor]) -> Result<Tensor> {
+    let targets = &ids[0];
+    let others = ids[1..].iter().map(|ids| ids.to_dtype(DType::F32)).collect::<Result<Vec<_>>>()?;
     let (rows, (vocabulary, width)) = (targets.dims().to_vec(), x[1].dims2()?);
     let mut parts = Vec::new();
     for (start, end) in [0].into_iter().chain(ENDS).zip(ENDS) {
@@ -36,7 +37,7 @@ pub fn head_on_parts(op: &dyn Op, has_another: bool, x: &[Tensor], ids: &[Tensor
     for (windows, weight) in &parts {
         let op = op.on_parts(windows, &[]).expect("a part");
         let mut inputs = vec![&x[0], weight, targets];
-        inputs.extend(has_another.then_some(&another));
+        inputs.extend(&others);
         inputs.push(&gathered);
         for result in Tensor::apply_shared(op, &inputs)? {
             results.push(result.to_dtype(DType::F32)?.flatten_all()?);
@@ -46,18 +47,20 @@ pub fn head_on_parts(op: &dyn Op, has_another: bool, x: &[Tensor], ids: &[Tensor
     results.broadcast_add(&x[2].to_dtype(DType::F32)?)
 }
 
-/// The heads that are checked, and whether each has another input: the weights or the gradients of the losses.
-pub fn heads() -> Vec<(Arc<dyn Op>, bool)> {
+/// The heads that are checked, each with its ids: the targets and, for some heads, the weights or the gradients of the
+/// losses.
+pub fn heads() -> Vec<(Arc<dyn Op>, &'static [Ids])> {
     let smooth = LossTerms { label_smoothing: 0.1, z_loss: 0.01 };
-    let mut heads: Vec<(Arc<dyn Op>, bool)> = Vec::new();
+    let (without, with): (&[Ids], &[Ids]) = (&IDS[..1], &IDS);
+    let mut heads: Vec<(Arc<dyn Op>, &[Ids])> = Vec::new();
     for (terms, cap) in [(LossTerms::NONE, None), (smooth, Some(0.7))] {
         for gradient in [None, Some(0.25)] {
             let head = LinearCrossEntropy::new(gradient).with_terms(terms).with_cap(cap);
-            heads.push((Arc::new(head), false));
-            heads.push((Arc::new(head.with_likelihoods()), true));
+            heads.push((Arc::new(head), without));
+            heads.push((Arc::new(head.with_likelihoods()), with));
         }
         let backward = gradient_of(LinearCrossEntropy::new(None).with_terms(terms).with_cap(cap)).expect("it records");
-        heads.push((backward, true));
+        heads.push((backward, with));
     }
     heads
 }
@@ -78,13 +81,14 @@ fn gradient_of(head: LinearCrossEntropy) -> Result<Arc<dyn Op>> {
 
 /// Shapes of x, the weight and the number that is added to all results.
 pub const SHAPES: [&[usize]; 3] = [&[2, 3, 5], &[7, 5], &[1]];
-/// The targets, and the numbers in the other input that some heads have.
-pub const IDS: [(&[usize], &[u32]); 2] = [(&[2, 3], &[1, 0, 6, 3, 2, 3]), (&[2, 3], &[1, 0, 2, 1, 3, 1])];
+/// A shape and the ids of an input.
+pub type Ids = (&'static [usize], &'static [u32]);
+static IDS: [Ids; 2] = [(&[2, 3], &[1, 0, 6, 3, 2, 3]), (&[2, 3], &[1, 0, 2, 1, 3, 1])];
 
 #[test]
 fn kernels_of_parts_are_those_of_their_references() {
-    for (head, has_another) in heads() {
-        let error = gradient_check(&SHAPES, &IDS, |x, ids| head_on_parts(&*head, has_another, x, ids)).unwrap();
+    for (head, ids) in heads() {
+        let error = gradient_check(&SHAPES, ids, |x, ids| head_on_parts(&*head, x, ids)).unwrap();
         assert!(error.kernel <= 1e-5 && error.bf16.is_some_and(|error| error <= 1.0), "{error:?} of {head:?}");
     }
 }
