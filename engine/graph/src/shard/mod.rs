@@ -399,7 +399,7 @@ impl<'a> Pass<'a> {
             return Ok(whole);
         }
         let like = &Node { phase, ..like.clone() };
-        let whole = self.gather(part, &self.window(id, Some(cut)), like)?;
+        let whole = self.gather(id, part, cut, like)?;
         self.moved.insert(key, whole);
         Ok(whole)
     }
@@ -476,27 +476,34 @@ impl<'a> Pass<'a> {
         Ok(self.apply(like, Arc::new(Reshape { shape: dims.into() }), &all)?[0])
     }
 
-    /// Returns all of a value of which every rank has a part.
-    fn gather(&mut self, part: ValueId, window: &Window, like: &Node) -> Result<ValueId> {
+    /// Returns all of a value of which every rank has the part of a cut.
+    fn gather(&mut self, id: ValueId, part: ValueId, cut: usize, like: &Node) -> Result<ValueId> {
         let Sharing { axes, ranks, .. } = self.sharing;
+        let window = self.window(id, Some(cut));
         let shape = window.whole_dims();
-        if self.is_run(window) {
+        if self.is_run(&window) {
             let all = self.apply(like, Arc::new(Collective::AllGather { axes, ranks }), &[part])?;
             return Ok(self.apply(like, Arc::new(Reshape { shape: shape.into() }), &all)?[0]);
         }
-        // Every rank puts its part among zeros, and all are added up.
+        // Every rank puts its part among zeros, and all are added up. What every rank has is the first rank's.
+        let first: Parts = self.cuts[cut].iter().map(|(&leaf, &(parts, _))| (leaf, (parts, 0))).collect();
         let mut value = part;
         for (dim, &extent) in shape.iter().enumerate() {
-            let held = &window.held()[dim];
-            if *held == [0..extent] {
+            let held_with = |parts: &Parts| self.analysis.dims.held(self.analysis.shapes[id.index()][dim], parts);
+            let (held, of_first) = (held_with(&self.cuts[cut]), held_with(&first));
+            if held.iter().map(ExactSizeIterator::len).sum::<usize>() == extent {
                 continue;
             }
-            let (mut wide, mut first) = (None, 0);
-            for range in held {
-                let narrow = Narrow { dim, start: first, len: range.len() };
-                first += range.len();
-                let range_of = self.apply(like, Arc::new(narrow), &[value])?;
-                let placed = self.apply(like, Arc::new(Widen { dim, start: range.start, extent }), &range_of)?[0];
+            let (mut wide, mut start) = (None, 0);
+            for (range, of_first) in held.into_iter().zip(of_first) {
+                let narrow = Narrow { dim, start, len: range.len() };
+                start += range.len();
+                let mut piece = self.apply(like, Arc::new(narrow), &[value])?[0];
+                if Some(cut) != self.rows && range == of_first && self.sharing.rank > 0 {
+                    let spec = self.new.value(piece).spec.clone();
+                    piece = self.new.constant_like(0.0, spec);
+                }
+                let placed = self.apply(like, Arc::new(Widen { dim, start: range.start, extent }), &[piece])?[0];
                 wide = Some(match wide {
                     None => placed,
                     Some(sum) => self.apply(like, Arc::new(Binary { kind: BinaryKind::Add }), &[sum, placed])?[0],

@@ -1,16 +1,16 @@
 //! All ranks' graphs, evaluated side by side in f64, give the whole graph's losses and gradients.
 
 use std::any::Any;
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex};
 
-use candle_core::{D, DType};
+use candle_core::DType;
 use gapless_kernels::{Numbers, Spec, Stream, Window};
 use gapless_parallel::Axes;
 
 use super::{Request, Sharded, Sharing, shard};
 use crate::autodiff::differentiate;
-use crate::graph::{Graph, Source, ValueId, lock};
+use crate::graph::{Graph, Phase, Source, ValueId, lock};
 use crate::nn::{Module, VarBuilder, embedding, layer_norm, linear, linear_no_bias, rms_norm};
 use crate::ops::Collective;
 use crate::reference::{Array, Reference, evaluate};
@@ -40,52 +40,61 @@ fn evaluate_together(graphs: &[&Graph], given: &[HashMap<String, Array>], stream
         let value = graph.value(id);
         values[value.root.index()].as_ref().expect("made before it is used").view(&value.layout)
     };
-    for (index, first) in graphs[0].nodes().iter().enumerate() {
-        for graph in graphs {
-            assert_eq!(graph.nodes()[index].op.name(), first.op.name(), "all ranks run the same operations");
+    let collective_of = |graph: &Graph, index: usize| {
+        graph.nodes().get(index).and_then(|node| (&*node.op as &dyn Any).downcast_ref::<Collective>()).copied()
+    };
+    let put = |graph: &Graph, values: &mut [Option<Array>], index: usize, outputs: Vec<Array>| {
+        let node = &graph.nodes()[index];
+        for (&id, output) in node.outputs.iter().zip(outputs) {
+            assert_eq!(output.dims, graph.value(id).spec.dims(), "the shape of {}", node.op.name());
+            // What is changed in place is changed for all that read it later.
+            for &(input, _) in node.op.mutates() {
+                values[graph.value(node.inputs[input]).root.index()] = Some(output.clone());
+            }
+            values[id.index()] = Some(output);
         }
-        if graphs[0].is_view(first.outputs[0]) {
-            continue;
+    };
+    let mut at = vec![0; graphs.len()];
+    loop {
+        // Each rank runs up to its next collective.
+        for ((graph, values), at) in graphs.iter().zip(&mut values).zip(&mut at) {
+            while *at < graph.nodes().len() && collective_of(graph, *at).is_none() {
+                let node = &graph.nodes()[*at];
+                if !graph.is_view(node.outputs[0]) {
+                    let inputs: Vec<Array> = node.inputs.iter().map(|&id| read(graph, values, id)).collect();
+                    let outputs = node.op.reference(&Reference { inputs: inputs.iter().collect(), stream });
+                    put(graph, values, *at, outputs);
+                }
+                *at += 1;
+            }
         }
-        let inputs: Vec<Vec<Array>> = graphs
-            .iter()
-            .zip(&values)
-            .map(|(graph, values)| graph.nodes()[index].inputs.iter().map(|&id| read(graph, values, id)).collect())
-            .collect();
-        let sum = || inputs[1..].iter().fold(inputs[0][0].clone(), |sum, part| sum.zip(&part[0], |a, b| a + b));
+        let Some(collective) = collective_of(graphs[0], at[0]) else { break };
+        let mut inputs = Vec::new();
+        for ((graph, values), &at) in graphs.iter().zip(&values).zip(&at) {
+            assert_eq!(collective_of(graph, at), Some(collective), "all ranks have the same collectives");
+            inputs.push(read(graph, values, graph.nodes()[at].inputs[0]));
+        }
+        let sum = || inputs[1..].iter().fold(inputs[0].clone(), |sum, part| sum.zip(part, |a, b| a + b));
         let ranks = graphs.len();
-        let outputs: Vec<Vec<Array>> = match (&*first.op as &dyn Any).downcast_ref::<Collective>() {
-            None => graphs
-                .iter()
-                .zip(&inputs)
-                .map(|(graph, inputs)| {
-                    graph.nodes()[index].op.reference(&Reference { inputs: inputs.iter().collect(), stream })
-                })
-                .collect(),
-            Some(Collective::AllReduce { .. }) => vec![vec![sum()]; ranks],
-            Some(Collective::ReduceScatter { .. }) => {
+        let outputs: Vec<Array> = match collective {
+            Collective::AllReduce { .. } => vec![sum(); ranks],
+            Collective::ReduceScatter { .. } => {
                 let sum = sum();
                 let part = sum.data.len() / ranks;
-                sum.data.chunks(part).map(|part| vec![Array::new(&[part.len()], part.to_vec())]).collect()
+                sum.data.chunks(part).map(|part| Array::new(&[part.len()], part.to_vec())).collect()
             }
-            Some(Collective::AllGather { .. }) => {
-                let all: Vec<f64> = inputs.iter().flat_map(|inputs| inputs[0].data.clone()).collect();
-                vec![vec![Array::new(&[all.len()], all)]; ranks]
+            Collective::AllGather { .. } => {
+                let all: Vec<f64> = inputs.iter().flat_map(|input| input.data.clone()).collect();
+                vec![Array::new(&[all.len()], all); ranks]
             }
-            Some(other) => panic!("{other:?} is not used"),
+            other => panic!("{other:?} is not used"),
         };
-        for ((graph, values), outputs) in graphs.iter().zip(&mut values).zip(outputs) {
-            let node = &graph.nodes()[index];
-            for (&id, output) in node.outputs.iter().zip(outputs) {
-                assert_eq!(output.dims, graph.value(id).spec.dims(), "the shape of {}", node.op.name());
-                // What is changed in place is changed for all that read it later.
-                for &(input, _) in node.op.mutates() {
-                    values[graph.value(node.inputs[input]).root.index()] = Some(output.clone());
-                }
-                values[id.index()] = Some(output);
-            }
+        for (((graph, values), at), output) in graphs.iter().zip(&mut values).zip(&mut at).zip(outputs) {
+            put(graph, values, *at, vec![output]);
+            *at += 1;
         }
     }
+    assert!(graphs.iter().zip(&at).all(|(graph, &at)| at == graph.nodes().len()), "all ranks reach the end");
     graphs.iter().zip(&values).map(|(graph, values)| graph.value_ids().map(|id| read(graph, values, id)).collect()).collect()
 }
 
@@ -109,7 +118,9 @@ fn record(model: impl Fn(&VarBuilder, &Tensor, &Tensor) -> Result<Tensor>) -> Re
     let (tokens, targets) = (input("tokens")?, input("targets")?);
     let loss = model(&vb, &tokens, &targets)?;
     let mut gradients = Vec::new();
-    for gradient in differentiate(&graph, &loss, 1.0)? {
+    let made = differentiate(&graph, &loss, 1.0)?;
+    loss.set_phase(Phase::Update);
+    for gradient in made {
         let summands = gradient.summands.iter().map(|&id| Ok(Tensor::of(&graph, id)));
         let sum = summands.reduce(|a: Result<Tensor>, b| a?.add(&b?)).expect("a gradient has a summand")?;
         let parameter = Tensor::of(&graph, gradient.parameter);
@@ -232,10 +243,64 @@ fn ranks_of_gpt_and_llama_give_the_whole_gradients() {
                     continue;
                 }
                 let (split, collectives) = check(model, ranks, sequence);
-                println!("{name}, {ranks} ranks, sequence: {sequence}: {split:?}\n{collectives:?}");
-                assert!(!split.is_empty());
+                assert!(!split.is_empty() && !collectives.is_empty(), "{name}: {split:?}, {collectives:?}");
             }
         }
     }
-    let _ = D::Minus1;
+}
+
+/// The collectives of each phase: operation and elements of the whole tensor, in order.
+fn sent(sharded: &Sharded, ranks: usize) -> BTreeMap<Phase, Vec<(&'static str, usize)>> {
+    let graph = &sharded.graph;
+    let mut sent: BTreeMap<Phase, Vec<(&'static str, usize)>> = BTreeMap::new();
+    for node in graph.nodes() {
+        let Some(collective) = (&*node.op as &dyn Any).downcast_ref::<Collective>() else { continue };
+        let parts = if let Collective::AllGather { .. } = collective { ranks } else { 1 };
+        let elements = graph.value(node.inputs[0]).spec.elements() * parts;
+        sent.entry(node.phase).or_default().push((node.op.name(), elements));
+    }
+    sent
+}
+
+/// A layer sends what Megatron-LM sends (arXiv 1909.08053, section 3; 2205.05198, section 4.2.2).
+#[test]
+fn layers_send_what_megatron_sends() {
+    let layers = 2;
+    let recorded = record(|vb, tokens, targets| {
+        let mut x = embedding(VOCABULARY, WIDTH, vb.pp("wte"))?.forward(tokens)?;
+        for layer in 0..layers {
+            x = llama(&vb.pp("h").pp(layer), &x, (4, 2))?;
+        }
+        let x = rms_norm(WIDTH, 1e-5, vb.pp("norm"))?.forward(&x)?;
+        x.linear_cross_entropy(&vb.pp("head").get((VOCABULARY, WIDTH), "weight")?, targets)?.mean_all()
+    })
+    .unwrap();
+    let graph = lock(&recorded.graph);
+    let pairs: Vec<(ValueId, ValueId)> = recorded.gradients.iter().map(|&(_, a, b)| (a, b)).collect();
+    let request = Request { tokens: recorded.tokens, outputs: &[recorded.loss], gradients: &pairs, windows: None };
+    let (ranks, x) = (2, BATCH * TOKENS * WIDTH);
+    let of = |sequence| shard(&graph, &Sharing { axes: Axes::TENSOR, ranks, rank: 0, sequence }, &request).unwrap();
+    let statistics = ("all_gather", ranks * BATCH * TOKENS * 4);
+    let plain = sent(&of(false), ranks);
+    // The embedding, two sums per layer, the head's statistics, and dx of the head, which the forward computes.
+    let sums = vec![("all_reduce", x); 1 + 2 * layers];
+    assert_eq!(plain[&Phase::Forward], [sums.clone(), vec![statistics, ("all_reduce", x)]].concat());
+    assert_eq!(plain[&Phase::BackwardInput], vec![("all_reduce", x); 2 * layers]);
+    assert!(!plain.contains_key(&Phase::BackwardWeight) && !plain.contains_key(&Phase::Update));
+    let split = sent(&of(true), ranks);
+    let (gather, scatter) = (("all_gather", x), ("reduce_scatter", x));
+    let forward = [vec![scatter], [gather, scatter].repeat(2 * layers), vec![gather, statistics, scatter]].concat();
+    assert_eq!(split[&Phase::Forward], forward);
+    // A gather of dy before each row-split product, and a reduce-scatter of dx behind each column-split one; in the end,
+    // the table's dy is gathered.
+    let backward = [[gather, scatter].repeat(2 * layers), vec![gather]].concat();
+    let of_phase = |phase| split.get(&phase).cloned().unwrap_or_default();
+    let (inputs, weights) = (of_phase(Phase::BackwardInput), of_phase(Phase::BackwardWeight));
+    let both = |list: &[(&'static str, usize)], one| list.iter().filter(|&&sent| sent == one).count();
+    assert_eq!(both(&inputs, scatter) + both(&weights, scatter), both(&backward, scatter), "{inputs:?} {weights:?}");
+    // The inputs of column-split products are gathered again for the gradients of their weights.
+    let gathers = both(&inputs, gather) + both(&weights, gather);
+    assert_eq!(gathers, both(&backward, gather) + 2 * layers, "{inputs:?} {weights:?}");
+    // The gradients of norms are summed once per step.
+    assert_eq!(of_phase(Phase::Update), vec![("all_reduce", WIDTH); 2 * layers + 1]);
 }

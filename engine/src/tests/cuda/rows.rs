@@ -75,8 +75,17 @@ fn chunks_of_a_head_become_their_gradient() {
             let (region, ids) = (Region::of(&logits, dtype), Region::of(&targets, DType::U32));
             let losses = Region::poisoned(rows, DType::F32);
             let operand = Operand { address: region.address(), layout: Layout::contiguous((rows, width)), dtype };
-            let of_rows =
-                HeadRows { targets: ids.address(), losses: losses.address(), likelihoods: 0, weights: 0, rest: None };
+            let of_rows = HeadRows {
+                targets: ids.address(),
+                losses: losses.address(),
+                likelihoods: 0,
+                weights: 0,
+                rest: None,
+                vocabulary: width as u64,
+                first_entry: 0,
+                gathered: None,
+                statistics: 0,
+            };
             for launch in head(&operand, of_rows, upstream, &terms, 0.0).unwrap() {
                 // SAFETY: the regions have these sizes.
                 unsafe { host::run(&launch, is_reversed) }.unwrap();

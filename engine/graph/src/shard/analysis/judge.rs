@@ -24,6 +24,7 @@ const UNRULED: [&str; 10] = [
     "Collective",
     "Compress",
     "Expand",
+    "HeadStatistics",
     "Route",
     "RunLengths",
     "RunStarts",
@@ -220,7 +221,12 @@ impl Split<'_> {
                 Array::new(&window.dims(), window.runs().flatten().map(|index| array.data[index]).collect())
             };
             let arrays: Vec<Array> = inputs.iter().zip(&self.case.arrays).map(slice).collect();
-            let local = op.on_parts(&inputs, &outputs).unwrap_or_else(|| op.clone());
+            let on_parts = op.on_parts(&inputs, &outputs);
+            if on_parts.is_some() && op.statistics().is_some() {
+                // Parts that need statistics of each other are judged in the tests of `linear_cross_entropy`.
+                return;
+            }
+            let local = on_parts.unwrap_or_else(|| op.clone());
             let specs = inputs.iter().zip(self.case.inputs);
             let specs: Vec<Spec> = specs.map(|(window, spec)| spec.in_shape(window.dims())).collect();
             let inferred = local.infer(&specs).unwrap_or_else(|why| panic!("{}: {why}", what()));
@@ -235,8 +241,25 @@ impl Split<'_> {
                 let is_summed =
                     |leaf: Dim| self.inputs.iter().enumerate().any(|(input, shape)| is_read(input) && has(leaf, shape));
                 let shape = &self.outputs[index];
+                let sums_up = |leaf: Dim| !has(leaf, shape) && is_summed(leaf);
+                let is_summand = parts.keys().any(|&leaf| sums_up(leaf));
+                let is_first = parts.iter().all(|(&leaf, &(_, part))| part == 0 || !sums_up(leaf));
+                let made = match op.without_bias().filter(|_| !is_first) {
+                    // The bias is added once.
+                    Some((bias, without)) => {
+                        let without = without.on_parts(&inputs, &outputs).unwrap_or(without);
+                        let mut arrays: Vec<&Array> = arrays.iter().collect();
+                        arrays.remove(bias);
+                        &Case { arrays, ..self.case.clone() }.compute(&without)[index]
+                    }
+                    None => made,
+                };
                 if parts.iter().all(|(&leaf, &(_, part))| part == 0 || has(leaf, shape) || is_summed(leaf)) {
-                    window.runs().flatten().zip(&made.data).for_each(|(at, x)| sums[index].data[at] += x);
+                    // Several ranks may hold the same elements: those outside the segment that they divide.
+                    window.runs().flatten().zip(&made.data).for_each(|(at, x)| match is_summand {
+                        true => sums[index].data[at] += x,
+                        false => sums[index].data[at] = *x,
+                    });
                 }
             }
         }

@@ -48,7 +48,7 @@ fn check(expected: &[&str], model: impl Fn(&Tensor, &VarBuilder) -> Result<Tenso
 
 #[test]
 fn heads_and_feed_forward_of_llama_are_split() {
-    // Four query heads in two groups, of size 2. Norms, the table of the head and what adds to the residual stay whole
+    // Four query heads in two groups, of size 2. Norms and what adds to the residual stay whole
     // along the width.
     check(
         &[
@@ -60,6 +60,7 @@ fn heads_and_feed_forward_of_llama_are_split() {
             "gate.weight [5..10] [0..12]",
             "up.weight [5..10] [0..12]",
             "down.weight [0..12] [5..10]",
+            "head.weight [3..7] [0..12]",
         ],
         |tokens, vb| {
             let x = embedding(8, WIDTH, vb.pp("embed"))?.forward(tokens)?;
@@ -67,7 +68,7 @@ fn heads_and_feed_forward_of_llama_are_split() {
             let heads = |name: &str, heads: usize| {
                 linear_no_bias(WIDTH, heads * 2, vb.pp(name))?.forward(&y)?.reshape((2, 5, heads, 2))
             };
-            let (q, k) = (heads("q", 4)?.rope(100.0)?.transpose(1, 2)?, heads("k", 2)?.rope(100.0)?.transpose(1, 2)?);
+            let (q, k) = (heads("q", 4)?.transpose(1, 2)?.rope(100.0)?, heads("k", 2)?.transpose(1, 2)?.rope(100.0)?);
             let v = heads("v", 2)?.transpose(1, 2)?;
             let y = q.causal_attention(&k, &v, 0.3)?.transpose(1, 2)?.reshape((2, 5, 8))?;
             let x = x.add(&linear_no_bias(8, WIDTH, vb.pp("o"))?.forward(&y)?)?;
@@ -90,6 +91,7 @@ fn the_fused_projection_of_gpt_is_split_by_heads() {
             "fc.weight [10..20] [0..12]",
             "fc.bias [10..20]",
             "out.weight [0..12] [10..20]",
+            "head.weight [3..7] [0..12]",
         ],
         |tokens, vb| {
             let positions = vb.get((5, WIDTH), "positions")?;
