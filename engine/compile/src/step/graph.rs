@@ -28,8 +28,9 @@ impl StepGraph {
     /// graphs. The text contains neither the order of the schedule nor which values are recomputed, compressed or
     /// offloaded.
     pub fn key(options: &StepOptions) -> String {
-        let StepOptions { batch, micro_batches, sequence, sequence_parallel, documents, precision, mesh, memory, .. } =
-            options;
+        let StepOptions {
+            batch, micro_batches, sequence, sequence_parallel, documents, precision, mesh, memory, ..
+        } = options;
         let StepOptions { trainable, loss, preference, optimizer, update, pipeline, keep_gradients, .. } = options;
         let (stages, cut) = (options.stages(), &pipeline.cut);
         format!(

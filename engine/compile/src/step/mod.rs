@@ -311,13 +311,7 @@ struct Logits {
 }
 
 impl Logits {
-    fn record(
-        build: &Build<'_>,
-        options: &StepOptions,
-        ranks: &RankPlan,
-        held: &Held,
-        target: Target,
-    ) -> Result<Self> {
+    fn record(build: &Build<'_>, options: &StepOptions, ranks: &RankPlan, held: &Held, target: Target) -> Result<Self> {
         let (mut trace, model) = Trace::new(build, options, ranks, (1, options.sequence), false)?;
         let logits = model.forward(&trace.tokens, false)?;
         let vocabulary = logits.dim(D::Minus1)?.min(trace.smallest_table());

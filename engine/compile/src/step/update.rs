@@ -333,7 +333,8 @@ impl Update<'_> {
         let window = self.trace.lock().window(tensor.id());
         if !window.is_whole() {
             // Blocks of the whole parameter's elements are blocks of the part, if each run of elements has whole blocks.
-            let divides = |grain| window.runs().all(|run| run.start.is_multiple_of(grain) && run.end.is_multiple_of(grain));
+            let divides =
+                |grain| window.runs().all(|run| run.start.is_multiple_of(grain) && run.end.is_multiple_of(grain));
             if !grain.is_some_and(divides) {
                 let why = format!("it cannot update a part of {}, which {held:?} ranks share", info.name);
                 return Err(Error::config("optimizer", why, "use AdamW, or one rank along these axes"));

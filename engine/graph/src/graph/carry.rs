@@ -15,11 +15,8 @@ impl Graph {
         self.vectors = old.vectors.iter().map(|&id| new(id)).collect();
         self.linear_layers.clone_from(&old.linear_layers);
         self.watched = old.watched.iter().map(|(name, id)| (name.clone(), new(*id))).collect();
-        let reported = |loss: &ReportedLoss| ReportedLoss {
-            depends_on: new(loss.depends_on),
-            scalar: new(loss.scalar),
-            ..*loss
-        };
+        let reported =
+            |loss: &ReportedLoss| ReportedLoss { depends_on: new(loss.depends_on), scalar: new(loss.scalar), ..*loss };
         self.loss_parts = old.loss_parts.iter().map(reported).collect();
         self.sequences = match old.sequences {
             Sequences::Whole => Sequences::Whole,

@@ -7,8 +7,8 @@ use gapless_kernels::{Spec, Window};
 
 use super::{Sum, view_only};
 use crate::error::Result;
-use crate::tensor::Tensor;
 use crate::shard::Rule;
+use crate::tensor::Tensor;
 use crate::{Gradient, Op};
 
 /// A view that repeats dimensions of extent 1 and adds leading dimensions, all with stride 0.

@@ -10,8 +10,8 @@ use gapless_kernels::cpu::{Args, InPieces, Pieces, vectorize, with_float};
 use super::OutputTypes;
 use crate::error::Result;
 use crate::reference::{Array, Reference};
-use crate::tensor::Tensor;
 use crate::shard::Rule;
+use crate::tensor::Tensor;
 use crate::{Gradient, Op};
 
 /// x·Wᵀ + b: from x [.., in], the weight W [out, in] and an optional bias `[out]` to [.., out].

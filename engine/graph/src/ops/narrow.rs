@@ -3,14 +3,14 @@
 use std::sync::Arc;
 
 use candle_core::{Layout, Shape};
-use gapless_kernels::{Spec, Window};
 use gapless_kernels::cpu::{Args, InPieces, Pieces};
+use gapless_kernels::{Spec, Window};
 
 use super::view_only;
 use crate::error::Result;
 use crate::reference::{Array, Reference};
-use crate::tensor::Tensor;
 use crate::shard::Rule;
+use crate::tensor::Tensor;
 use crate::{Gradient, Op};
 
 /// A view of the indices `start..start + len` of dimension `dim`.

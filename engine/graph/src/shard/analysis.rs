@@ -124,6 +124,15 @@ impl Analysis {
             groups.push(&node.leaves);
         }
         bytes.retain(|&leaf, _| self.dims.extent(leaf) >= ranks && !self.dims.is_whole(leaf));
+        // Each element of a parameter must lie on one rank, so all segments of a dimension must be split.
+        for (id, _) in graph.persistent() {
+            let divides = |leaf: Dim| {
+                let of_rank = |rank| self.window(id, &Parts::from([(leaf, (ranks, rank))])).elements();
+                (0..ranks).map(of_rank).sum::<usize>() == graph.value(id).spec.elements()
+            };
+            let leaves = &self.leaves[id.index()];
+            bytes.retain(|leaf, _| !leaves.contains(leaf) || divides(*leaf));
+        }
         let mut order: Vec<(Reverse<u64>, Dim)> =
             bytes.into_iter().map(|(leaf, bytes)| (Reverse(bytes), leaf)).collect();
         order.sort_unstable();

@@ -30,7 +30,9 @@ use self::dims::{Dim, Parts};
 use crate::error::{Error, Result};
 use crate::graph::{Graph, Node, NodeId, Phase, Place, Source, ValueId};
 use crate::op::Op;
-use crate::ops::{Binary, BinaryKind, BroadcastAs, Cat, Collective, Contiguous, Dropout, Jitter, Narrow, Reshape, Widen};
+use crate::ops::{
+    Binary, BinaryKind, BroadcastAs, Cat, Collective, Contiguous, Dropout, Jitter, Narrow, Reshape, Widen,
+};
 
 pub use rule::Rule;
 
@@ -244,7 +246,8 @@ impl<'a> Pass<'a> {
                 self.gathered.insert(node.op.name().to_owned());
             }
         }
-        let sums: Vec<bool> = (0..node.outputs.len()).map(|output| cut.is_some_and(|cut| self.sums(id, output, cut))).collect();
+        let sums: Vec<bool> =
+            (0..node.outputs.len()).map(|output| cut.is_some_and(|cut| self.sums(id, output, cut))).collect();
         let mut inputs = Vec::new();
         for &input in &node.inputs {
             inputs.push(self.bring(input, cut, node)?);
@@ -285,7 +288,8 @@ impl<'a> Pass<'a> {
         if !dims.is_ruled {
             return None;
         }
-        let splits = |&cut: &usize| self.leaves(cut).all(|leaf| dims.leaves.contains(&leaf) && !dims.whole.contains(&leaf));
+        let splits =
+            |&cut: &usize| self.leaves(cut).all(|leaf| dims.leaves.contains(&leaf) && !dims.whole.contains(&leaf));
         let on_rows = |&cut: &usize| {
             let has_all = |&output: &ValueId| self.has_all(cut, output);
             let all_or_none = |&output: &ValueId| self.has_all(cut, output) || !self.has(cut, output);
@@ -536,7 +540,9 @@ impl<'a> Pass<'a> {
             values.insert(gradient, part);
         }
         let first = std::mem::take(&mut self.first);
-        self.new.carry_over(old, &|id| values.get(&id).or_else(|| first.get(&id)).copied().expect("every value has a form"));
+        self.new.carry_over(old, &|id| {
+            values.get(&id).or_else(|| first.get(&id)).copied().expect("every value has a form")
+        });
         let Self { new: graph, windows, gathered, .. } = self;
         Ok(Sharded { graph, windows, gathered, values })
     }

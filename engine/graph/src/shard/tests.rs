@@ -95,7 +95,11 @@ fn evaluate_together(graphs: &[&Graph], given: &[HashMap<String, Array>], stream
         }
     }
     assert!(graphs.iter().zip(&at).all(|(graph, &at)| at == graph.nodes().len()), "all ranks reach the end");
-    graphs.iter().zip(&values).map(|(graph, values)| graph.value_ids().map(|id| read(graph, values, id)).collect()).collect()
+    graphs
+        .iter()
+        .zip(&values)
+        .map(|(graph, values)| graph.value_ids().map(|id| read(graph, values, id)).collect())
+        .collect()
 }
 
 /// A model's graph with its gradients.
@@ -151,12 +155,14 @@ fn check(recorded: &Recorded, ranks: usize, sequence: bool) -> (Vec<String>, Vec
     let graph = lock(graph);
     let stream = Stream::new(7, 0, 0);
     let whole = evaluate(&graph, given, stream);
-    let pairs: Vec<(ValueId, ValueId)> = gradients.iter().map(|&(_, parameter, gradient)| (parameter, gradient)).collect();
+    let pairs: Vec<(ValueId, ValueId)> =
+        gradients.iter().map(|&(_, parameter, gradient)| (parameter, gradient)).collect();
     let request = Request { tokens: *tokens, outputs: &[*loss], gradients: &pairs, windows: None };
     let of_rank = |rank| shard(&graph, &Sharing { axes: Axes::TENSOR, ranks, rank, sequence }, &request).unwrap();
     let sharded: Vec<Sharded> = (0..ranks).map(of_rank).collect();
     assert!(sharded[0].gathered.is_empty(), "{:?} have no rule", sharded[0].gathered);
-    let part = |array: &Array, window: &Window| window.runs().flatten().map(|index| array.data[index]).collect::<Vec<_>>();
+    let part =
+        |array: &Array, window: &Window| window.runs().flatten().map(|index| array.data[index]).collect::<Vec<_>>();
     let given_to = |sharded: &Sharded| -> HashMap<String, Array> {
         let of_rank = |(name, array): (&String, &Array)| match sharded.windows.get(name) {
             Some(window) => (name.clone(), Array::new(&window.dims(), part(array, window))),

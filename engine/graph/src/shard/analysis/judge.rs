@@ -18,7 +18,7 @@ use crate::{Result, Tensor};
 
 /// The operations without a rule: those of caches, collectives and compressed activations, which come after the pass,
 /// and the bookkeeping of routed rows, whose elements are indices of all tokens and rows.
-const UNRULED: [&str; 10] = [
+const UNRULED: [&str; 11] = [
     "CacheWrite",
     "CachedAttention",
     "Collective",
