@@ -109,6 +109,6 @@ pub use gapless_engine::{
     Batch, Causality, DType, DeviceChoice, DeviceInfo, Error, GenerateOptions, Generation, IGNORED, LossParts,
     LossTerms, MemoryOptions, Model, NextToken, Op, Overflow, ParameterGroup, Pipeline, Precision, Report, Result,
     Sampling, SkipThresholds, StepOptions, StepReport, Tensor, TrainError, TrainOptions, Trainer, TrainerBuilder,
-    UpdateOptions, nn,
+    UpdateOptions, Window, nn,
 };
 pub use gapless_parallel::Mesh;

@@ -124,7 +124,7 @@ fn allocations_on_ranks(run: &TinyRun) -> (Vec<u64>, Vec<Option<ArenaReport>>) {
 /// Counts allocations with ranks as threads, including messages and collectives. Expert ranks place a different
 /// number of rows in every step.
 fn several_ranks() {
-    let both = Mesh { data: 2, pipeline: 2, expert: 1 };
+    let both = Mesh { data: 2, pipeline: 2, ..Mesh::default() };
     let experts = Mesh { expert: 2, ..Mesh::default() };
     for (kind, mesh) in [
         (Kind::Gpt, both),

@@ -67,7 +67,7 @@ pub use gapless_compile::step::{
 };
 pub use gapless_graph::{
     Args, Array, Causality, Culprit, DType, Error, Gradient, Model, Numbers, Op, Reference, Result, RowUse, Spec,
-    Stream, Tensor,
+    Stream, Tensor, Window,
 };
 pub use gapless_kernels::LossTerms;
 pub use gapless_runtime::Times;

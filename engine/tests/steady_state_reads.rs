@@ -1,23 +1,32 @@
-//! Checks with a counting allocator that a training step allocates nothing for reading data and writing metrics.
+//! Checks with a counting allocator that a training step allocates nothing for reading data and writing metrics, and that
+//! resuming reads a checkpoint in blocks.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 
+use gapless_engine::checkpoint::Checkpoint;
+use gapless_engine::communicator;
 use gapless_engine::data::{DataOptions, Dataset, Source, VocabularyChoice};
 use gapless_engine::learning_rate::{LearningRate, Shape};
 use gapless_engine::metrics::{JsonLines, available_memory_bytes, current_rss_bytes, peak_rss_bytes};
+use gapless_engine::nn::{Embedding, Module, VarBuilder, embedding};
+use gapless_engine::{Model, Result, StepOptions, Tensor, TrainError, TrainOptions, Trainer, UpdateOptions};
+use gapless_parallel::Mesh;
 
 thread_local! {
     static ALLOCATIONS: Cell<u64> = const { Cell::new(0) };
+    /// Bytes of the largest allocation.
+    static LARGEST: Cell<usize> = const { Cell::new(0) };
 }
 
 struct Counting;
 
-// SAFETY: every call is passed on to the system's allocator unchanged. Counting only uses a thread-local variable
-// that needs no memory.
+// SAFETY: every call is passed on to the system's allocator unchanged. Counting only uses thread-local variables
+// that need no memory.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         ALLOCATIONS.set(ALLOCATIONS.get() + 1);
+        LARGEST.set(LARGEST.get().max(layout.size()));
         // SAFETY: the caller upholds the contract of `alloc`.
         unsafe { System.alloc(layout) }
     }
@@ -77,4 +86,50 @@ fn batches_metrics_and_memory_figures_allocate_nothing() {
         }
     });
     assert_eq!(counted, 0);
+}
+
+/// A table, whose 4 MiB are more than a block, as scores.
+struct Table(Embedding);
+
+impl Table {
+    fn new(vb: VarBuilder) -> Result<Self> {
+        embedding(1024, 1024, vb).map(Self)
+    }
+}
+
+impl Model for Table {
+    fn forward(&self, tokens: &Tensor, _train: bool) -> Result<Tensor> {
+        self.0.forward(tokens)
+    }
+}
+
+#[test]
+fn resuming_allocates_blocks_of_at_most_a_mebibyte() {
+    let options = |data| TrainOptions {
+        step: StepOptions {
+            batch: 2,
+            sequence: 1,
+            mesh: Mesh { data, ..Mesh::default() },
+            update: UpdateOptions { average: Some(0.9), ..UpdateOptions::default() },
+            ..StepOptions::default()
+        },
+        threads: 1,
+        ..TrainOptions::default()
+    };
+    let folder = tempfile::tempdir().unwrap();
+    let saved = communicator::on_threads(2, |world| {
+        let mut trainer = Trainer::builder(Table::new, options(2)).distributed(world).build()?;
+        trainer.save(folder.path(), serde_json::Value::Null)
+    });
+    let checkpoint = Checkpoint::open(&saved.unwrap()[0]).unwrap();
+    let mut trainer = Trainer::new(Table::new, options(1)).unwrap();
+    let mut largest = |run: &mut dyn FnMut(&mut Trainer) -> std::result::Result<(), TrainError>| {
+        LARGEST.set(0);
+        run(&mut trainer).unwrap();
+        LARGEST.get()
+    };
+    let of_resume = largest(&mut |trainer| trainer.resume(&checkpoint).map(drop));
+    let of_average = largest(&mut |trainer| trainer.load_average(&checkpoint));
+    assert!(of_resume > 0 && of_resume <= 1 << 20, "{of_resume} bytes");
+    assert!(of_average > 0 && of_average <= 1 << 20, "{of_average} bytes");
 }

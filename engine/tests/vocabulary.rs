@@ -2,8 +2,9 @@
 //! with the f64 reference, and values with candle's own eager tensors.
 
 use candle_core::{D, DType, Device as Host};
-use gapless_engine::graph::{IndexOp, TensorIndexer};
+use gapless_engine::graph::{IndexOp, TensorIndexer, Window};
 use gapless_engine::nn::{self, Activation, Module, loss, ops, rotary_emb};
+use gapless_engine::ops::{Dropout, Jitter};
 use gapless_engine::{Error, Result, Tensor, gradient_check};
 
 /// The tolerance of gradients: central differences in f64 have errors of about 1e-9. The errors of f32 kernels are a
@@ -187,6 +188,10 @@ fn layers() {
         nn::seq().add(layer).add(Activation::Silu).add(|x: &Tensor| x.sqr()).forward(&x[0])
     });
     check(&[&[8, 4]], |x| x[0].apply_t(&nn::Dropout::new(0.3), true)?.apply_t(&nn::Dropout::new(0.3), false));
+    // More elements than a kernel's block has, in runs that do not divide it.
+    let part = Window::of(&[40, 300], vec![vec![3..40], vec![100..233]]).spread();
+    check(&[&[37, 133]], |x| Tensor::apply_op::<1>(Dropout { p: 0.3, key: 1, part }, &[&x[0]]).map(|[y]| y));
+    check(&[&[37, 133]], |x| Tensor::apply_op::<1>(Jitter { amount: 0.3, key: 1, part }, &[&x[0]]).map(|[y]| y));
     check(&[&[3, 4], &[5, 2]], |x| x[0].broadcast_matmul(&x[1].reshape((5, 1, 2))?.broadcast_as((5, 4, 2))?));
     check(&[&[2, 3, 4], &[4, 2]], |x| x[0].broadcast_matmul(&x[1]));
 }

@@ -53,7 +53,7 @@ pub use costs::{Costs, Durations, Rates};
 pub use error::Error;
 pub use kept::{KeptBuffer, peak_bytes};
 pub use live_bytes::{LastReader, StageBytes};
-pub use mesh::{Coordinate, Mesh};
+pub use mesh::{Axes, Axis, Coordinate, Mesh};
 pub use schedule::{
     Automatic, DualPipeV, GPipe, Interleaved, InterleavedZeroBubble, LayeredAccumulation, LoopedBreadthFirst,
     ModularPipeline, OneForwardOneBackward, Placement, Saved, Schedule, SearchedZb, SearchedZbv, Shape, Tabulated,

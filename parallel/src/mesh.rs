@@ -1,4 +1,7 @@
-//! The mesh: the role of each rank.
+//! The mesh: the role of each rank, and the groups of ranks that communicate.
+
+use std::fmt;
+use std::ops::{BitAnd, BitOr, Not};
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -6,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use crate::Error;
 
 /// The division of the work among ranks. There are copies of the model that share the batch, pipeline stages of each
-/// copy, and shares of the experts of each layer.
+/// copy, shares of the experts of each layer, parts of each sequence, and parts of each tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct Mesh {
@@ -16,10 +19,14 @@ pub struct Mesh {
     pub pipeline: usize,
     /// The number of ranks that share the experts of a layer.
     pub expert: usize,
+    /// The number of ranks that share the tokens of a sequence. Only 1 is supported.
+    pub context: usize,
+    /// The number of ranks that share the tensors of a layer.
+    pub tensor: usize,
 }
 
 /// A rank's place in a [`Mesh`].
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Coordinate {
     /// Index of the copy of the model.
     pub data: usize,
@@ -27,12 +34,140 @@ pub struct Coordinate {
     pub pipeline: usize,
     /// Index of the share of the experts.
     pub expert: usize,
+    /// Index of the part of a sequence.
+    pub context: usize,
+    /// Index of the part of a layer's tensors.
+    pub tensor: usize,
+}
+
+/// An axis of a [`Mesh`]. The order of the variants is that of the numbering of ranks: along the last axis, ranks have
+/// adjacent numbers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Axis {
+    /// [`Mesh::data`].
+    Data,
+    /// [`Mesh::pipeline`].
+    Pipeline,
+    /// [`Mesh::expert`].
+    Expert,
+    /// [`Mesh::context`].
+    Context,
+    /// [`Mesh::tensor`].
+    Tensor,
+}
+
+/// A set of axes. It divides the ranks of a [`Mesh`] into groups: the ranks of a group have different coordinates along
+/// these axes, and equal coordinates along all other axes.
+///
+/// ```
+/// use gapless_parallel::{Axes, Mesh};
+///
+/// let mesh = Mesh { data: 2, pipeline: 3, expert: 2, ..Mesh::default() };
+/// let at = mesh.coordinate(8);
+/// assert_eq!((at.data, at.pipeline, at.expert), (1, 1, 0));
+/// // The ranks that share the batch of stage 1 are 2, 3, 8 and 9. Rank 8 is the third of them.
+/// assert_eq!((mesh.size(Axes::BATCH), mesh.index(at, Axes::BATCH), mesh.color(at, Axes::BATCH)), (4, 2, 1));
+/// ```
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Axes(u8);
+
+impl Axis {
+    const ALL: [Self; 5] = [Self::Data, Self::Pipeline, Self::Expert, Self::Context, Self::Tensor];
+}
+
+impl Axes {
+    /// No axis: every rank is a group of its own.
+    pub const NONE: Self = Self::of(&[]);
+    /// All axes: all ranks are one group.
+    pub const ALL: Self = Self::of(&Axis::ALL);
+    /// The ranks of a pipeline.
+    pub const PIPELINE: Self = Self::of(&[Axis::Pipeline]);
+    /// The ranks that hold the same stages and that process different tokens of the batch.
+    pub const BATCH: Self = Self::of(&[Axis::Data, Axis::Expert, Axis::Context]);
+    /// The ranks among which the experts of one copy of the model are divided.
+    pub const EXPERTS: Self = Self::of(&[Axis::Expert]);
+    /// The ranks that hold the same experts and that process different tokens of the batch.
+    pub const REPLICAS: Self = Self::of(&[Axis::Data, Axis::Context]);
+
+    /// The ranks among which the tensors of a layer are divided.
+    pub const TENSOR: Self = Self::of(&[Axis::Tensor]);
+
+    /// Returns the set of these axes.
+    pub const fn of(axes: &[Axis]) -> Self {
+        let (mut bits, mut index) = (0, 0);
+        while index < axes.len() {
+            bits |= 1 << axes[index] as u8;
+            index += 1;
+        }
+        Self(bits)
+    }
+
+    /// Returns all sets of axes, in ascending order.
+    pub fn sets() -> impl Iterator<Item = Self> {
+        (0..=Self::ALL.0).map(Self)
+    }
+
+    /// Returns whether the set has this axis.
+    pub const fn contains(self, axis: Axis) -> bool {
+        (self.0 >> axis as u8) & 1 == 1
+    }
+
+    /// Returns the axes of the set, in the order of [`Axis`].
+    pub fn iter(self) -> impl Iterator<Item = Axis> {
+        Axis::ALL.into_iter().filter(move |&axis| self.contains(axis))
+    }
+}
+
+/// Returns the axes that are in either set.
+impl BitOr for Axes {
+    type Output = Self;
+
+    fn bitor(self, other: Self) -> Self {
+        Self(self.0 | other.0)
+    }
+}
+
+/// Returns the axes that are in both sets.
+impl BitAnd for Axes {
+    type Output = Self;
+
+    fn bitand(self, other: Self) -> Self {
+        Self(self.0 & other.0)
+    }
+}
+
+/// Returns the axes that are not in the set.
+impl Not for Axes {
+    type Output = Self;
+
+    fn not(self) -> Self {
+        Self(Self::ALL.0 & !self.0)
+    }
+}
+
+/// Writes the axes, as in `{Data, Expert}`.
+impl fmt::Debug for Axes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_set().entries(self.iter()).finish()
+    }
+}
+
+impl Coordinate {
+    fn along(&self, axis: Axis) -> usize {
+        match axis {
+            Axis::Data => self.data,
+            Axis::Pipeline => self.pipeline,
+            Axis::Expert => self.expert,
+            Axis::Context => self.context,
+            Axis::Tensor => self.tensor,
+        }
+    }
 }
 
 impl Default for Mesh {
     /// Returns a mesh of one rank, which does everything.
     fn default() -> Self {
-        Self { data: 1, pipeline: 1, expert: 1 }
+        Self { data: 1, pipeline: 1, expert: 1, context: 1, tensor: 1 }
     }
 }
 
@@ -47,24 +182,56 @@ impl Mesh {
     /// # Errors
     /// Returns [`Error::Mesh`] if an extent is 0 or the number of ranks overflows.
     pub fn ranks(&self) -> Result<usize, Error> {
-        let Self { data, pipeline, expert } = *self;
-        let ranks = data.checked_mul(pipeline).and_then(|ranks| ranks.checked_mul(expert));
-        ranks.filter(|&ranks| ranks > 0).ok_or(Error::Mesh { data, pipeline, expert })
+        let Self { data, pipeline, expert, context, tensor } = *self;
+        let ranks = Axis::ALL.into_iter().try_fold(1, |ranks: usize, axis| ranks.checked_mul(self.extent(axis)));
+        ranks.filter(|&ranks| ranks > 0).ok_or(Error::Mesh { data, pipeline, expert, context, tensor })
     }
 
-    /// Returns the coordinate of a rank. From one rank to the next, the share of the experts changes first, then the
-    /// pipeline stage, then the copy of the model. So the ranks that communicate most are nearest to each other.
+    /// Returns the coordinate of a rank. From one rank to the next, the part of the tensors changes first, then the part
+    /// of the sequence, the share of the experts, the pipeline stage, and last the copy of the model. So the ranks that
+    /// communicate most are nearest to each other.
     ///
     /// # Panics
     /// Panics if an extent is 0. [`Mesh::ranks`] returns an error in that case.
-    pub fn coordinate(&self, rank: usize) -> Coordinate {
-        let Self { pipeline, expert, .. } = *self;
-        Coordinate { expert: rank % expert, pipeline: rank / expert % pipeline, data: rank / expert / pipeline }
+    pub fn coordinate(&self, mut rank: usize) -> Coordinate {
+        let mut next = |extent| {
+            let index = rank % extent;
+            rank /= extent;
+            index
+        };
+        let (tensor, context, expert) = (next(self.tensor), next(self.context), next(self.expert));
+        Coordinate { tensor, context, expert, pipeline: next(self.pipeline), data: rank }
     }
 
     /// Returns the rank at a coordinate: the inverse of [`Mesh::coordinate`].
     pub fn rank(&self, at: Coordinate) -> usize {
-        (at.data * self.pipeline + at.pipeline) * self.expert + at.expert
+        self.index(at, Axes::ALL)
+    }
+
+    /// Returns the number of ranks in each group along these axes.
+    pub fn size(&self, axes: Axes) -> usize {
+        axes.iter().map(|axis| self.extent(axis)).product()
+    }
+
+    /// Returns the index of the rank at a coordinate in its group along these axes. A group is in the order of its ranks.
+    pub fn index(&self, at: Coordinate, axes: Axes) -> usize {
+        axes.iter().fold(0, |index, axis| index * self.extent(axis) + at.along(axis))
+    }
+
+    /// Returns the index of the group along these axes to which the rank at a coordinate belongs. This is the color with
+    /// which a communicator of all ranks is split into the communicators of the groups.
+    pub fn color(&self, at: Coordinate, axes: Axes) -> usize {
+        self.index(at, !axes)
+    }
+
+    fn extent(&self, axis: Axis) -> usize {
+        match axis {
+            Axis::Data => self.data,
+            Axis::Pipeline => self.pipeline,
+            Axis::Expert => self.expert,
+            Axis::Context => self.context,
+            Axis::Tensor => self.tensor,
+        }
     }
 }
 
@@ -74,15 +241,50 @@ mod tests {
 
     #[test]
     fn coordinates_and_ranks_are_each_others_inverse() {
-        for (data, pipeline, expert) in [(1, 1, 1), (2, 3, 4), (4, 1, 2), (1, 5, 1)] {
-            let mesh = Mesh { data, pipeline, expert };
+        for [data, pipeline, expert, context, tensor] in
+            [[1; 5], [2, 3, 4, 1, 1], [4, 1, 2, 1, 1], [1, 5, 1, 1, 1], [2, 3, 2, 3, 4], [1, 1, 1, 2, 3]]
+        {
+            let mesh = Mesh { data, pipeline, expert, context, tensor };
             for rank in 0..mesh.ranks().unwrap() {
                 let at = mesh.coordinate(rank);
-                assert!(at.data < data && at.pipeline < pipeline && at.expert < expert);
+                assert!(Axis::ALL.into_iter().all(|axis| at.along(axis) < mesh.extent(axis)));
                 assert_eq!(mesh.rank(at), rank);
+                // Context and tensor ranks subdivide the numbering of the other axes.
+                let without = (at.data * pipeline + at.pipeline) * expert + at.expert;
+                assert_eq!(rank, (without * context + at.context) * tensor + at.tensor);
             }
         }
         assert!(Mesh { data: 0, ..Mesh::default() }.ranks().is_err());
-        assert!(Mesh { data: usize::MAX, pipeline: 2, expert: 1 }.ranks().is_err());
+        assert!(Mesh { tensor: 0, ..Mesh::default() }.ranks().is_err());
+        assert!(Mesh { data: usize::MAX, pipeline: 2, ..Mesh::default() }.ranks().is_err());
+    }
+
+    /// The groups along each set of axes, found by comparing coordinates.
+    #[test]
+    fn ranks_of_a_group_differ_along_its_axes_only() {
+        let mesh = Mesh { data: 2, pipeline: 3, expert: 2, context: 3, tensor: 2 };
+        let all: Vec<Coordinate> = (0..mesh.ranks().unwrap()).map(|rank| mesh.coordinate(rank)).collect();
+        for axes in Axes::sets() {
+            for &at in &all {
+                let is_member = |other: &Coordinate| {
+                    Axis::ALL.into_iter().all(|axis| axes.contains(axis) || at.along(axis) == other.along(axis))
+                };
+                let members: Vec<Coordinate> = all.iter().copied().filter(is_member).collect();
+                assert_eq!(mesh.size(axes), members.len(), "{axes:?}");
+                assert_eq!(members[mesh.index(at, axes)], at, "{axes:?}");
+                for &other in &all {
+                    assert_eq!(mesh.color(at, axes) == mesh.color(other, axes), is_member(&other), "{axes:?}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn sets_of_axes() {
+        assert_eq!(Axes::sets().count(), 32);
+        assert_eq!(Axes::BATCH, Axes::EXPERTS | Axes::REPLICAS);
+        assert_eq!(!Axes::BATCH, Axes::of(&[Axis::Tensor, Axis::Pipeline]));
+        assert_eq!(!Axes::NONE, Axes::ALL);
+        assert_eq!(format!("{:?} {:?}", Axes::BATCH, Axes::NONE), "{Data, Expert, Context} {}");
     }
 }

@@ -120,7 +120,7 @@ impl MeshChoice {
         let meshes = divisors(ranks).flat_map(|pipeline| {
             let rest = ranks / pipeline;
             let expert_ranks = divisors(rest).filter(|&expert| has_experts || expert == 1);
-            expert_ranks.map(move |expert| Mesh { pipeline, expert, data: rest / expert })
+            expert_ranks.map(move |expert| Mesh { pipeline, expert, data: rest / expert, ..Mesh::default() })
         });
         let meshes: Vec<Mesh> = meshes.collect();
         let compare =
@@ -215,7 +215,8 @@ impl fmt::Display for MeshChoice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f, "{:>8} {:>6} {:>7} {:>12} {:>12}", "pipeline", "data", "experts", "largest rank", "step")?;
         for (index, option) in self.compared.iter().enumerate() {
-            let MeshOption { mesh: Mesh { pipeline, data, expert }, arena_bytes, step_ms, fits, reason, .. } = option;
+            let MeshOption { mesh: Mesh { pipeline, data, expert, .. }, arena_bytes, step_ms, fits, reason, .. } =
+                option;
             write!(f, "{pipeline:>8} {data:>6} {expert:>7} ")?;
             if let Some(why) = reason {
                 writeln!(f, "{why}")?;

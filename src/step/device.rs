@@ -5,7 +5,7 @@ use std::path::Path;
 
 use gapless_engine::DeviceChoice;
 use gapless_engine::compile::{Instr, InstrKind};
-use gapless_parallel::{Mesh, Rates};
+use gapless_parallel::{Axes, Mesh, Rates};
 use serde::{Deserialize, Serialize};
 
 use super::fits::OverheadSources;
@@ -101,10 +101,10 @@ fn usual_disk() -> f64 {
 /// that connects them: the next and the previous rank of the pipeline, both neighbors in the rings that reduce gradients,
 /// and all other expert ranks.
 fn neighbors(mesh: Mesh) -> u64 {
-    let Mesh { pipeline, data, expert } = mesh;
-    let in_ring = |ranks: usize| ranks.saturating_sub(1).min(2);
-    let replicas = if expert > 1 { in_ring(data) } else { 0 };
-    (in_ring(pipeline) + in_ring(data * expert) + replicas + expert.saturating_sub(1)) as u64
+    let Mesh { expert, .. } = mesh;
+    let in_ring = |axes| mesh.size(axes).saturating_sub(1).min(2);
+    let replicas = if expert > 1 { in_ring(Axes::REPLICAS) } else { 0 };
+    (in_ring(Axes::PIPELINE) + in_ring(Axes::BATCH) + replicas + expert.saturating_sub(1)) as u64
 }
 
 /// True if an operation is attention or its gradient.

@@ -123,7 +123,7 @@ impl Fits {
     pub fn new(mesh: Mesh, arenas: &[u64], limit: Limit) -> Self {
         let largest = arenas.iter().enumerate().max_by_key(|&(stage, &bytes)| (bytes, std::cmp::Reverse(stage)));
         let (pipeline, &arena_bytes) = largest.expect("a mesh has at least one stage");
-        let rank = mesh.rank(Coordinate { pipeline, data: 0, expert: 0 });
+        let rank = mesh.rank(Coordinate { pipeline, ..Coordinate::default() });
         Self { fits: arena_bytes <= limit.bytes, rank, ranks: mesh.ranks().unwrap_or(1), arena_bytes, limit }
     }
 }
@@ -238,7 +238,7 @@ mod tests {
             ..Overheads::default()
         };
         let card = |bytes| Limit { bytes, device: Some("h100".into()), overheads: overheads.clone() };
-        let mesh = Mesh { data: 2, pipeline: 3, expert: 2 };
+        let mesh = Mesh { data: 2, pipeline: 3, expert: 2, ..Mesh::default() };
         let fits = Fits::new(mesh, &[3 << 30, 5 << 30, 4 << 30], card(6 << 30));
         assert_eq!(
             fits.to_string(),

@@ -192,7 +192,7 @@ pub(super) fn offload_rate(folder: &Path) -> Result<f64, String> {
     }
     let measured = || -> Result<f64, TrainError> {
         let spec = Spec { shape: (BYTES as usize / size_of::<f32>()).into(), dtype: DType::F32 };
-        let fill = Initializer { init: Init::Const(1.0), name: "kept".into(), first: 0, given: None };
+        let fill = Initializer::whole(Init::Const(1.0), "kept", spec.dims());
         let mut program = Program { name: "offload".into(), ..Program::default() };
         let kept = BufferKind::Persistent { fill, spec: spec.clone() };
         let operand = |buffer| Operand {
@@ -333,7 +333,7 @@ fn add_copy(program: &mut Program, instr: &Instr, copy: u64, threads: usize) {
             // Buffers of f64 are sums, which only the program itself writes.
             DType::F64 => BufferKind::Input,
             _ => BufferKind::Persistent {
-                fill: Initializer { init, name: name.clone(), first: 0, given: None },
+                fill: Initializer::whole(init, name.clone(), &[elements]),
                 spec: Spec { shape: elements.into(), dtype },
             },
         };

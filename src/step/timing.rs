@@ -9,7 +9,7 @@ use std::collections::HashMap;
 
 use gapless_alloc::lower_bound;
 use gapless_engine::compile::{Instr, InstrKind, Operand, Program, table};
-use gapless_engine::ops::{Collective, Group};
+use gapless_engine::ops::Collective;
 use gapless_parallel::{
     Action, Cell, Costs, Durations, Error, Kind, Mesh, MicroBatch, Shape, StageId, Stuck, Timeline, simulate,
 };
@@ -362,11 +362,7 @@ fn collective_nanoseconds(
     device: &dyn CostModel,
     mesh: Mesh,
 ) -> u64 {
-    let ranks = match collective.group() {
-        Group::Batch => mesh.data * mesh.expert,
-        Group::Experts => mesh.expert,
-        Group::Replicas => mesh.data,
-    };
+    let ranks = mesh.size(collective.axes());
     let (input, output) = (instr.inputs.get(..1).unwrap_or_default(), instr.outputs.get(..1).unwrap_or_default());
     let (whole, ways, can_hide) = match collective {
         Collective::AllReduce { .. } => (bytes(program, input), 2.0, true),

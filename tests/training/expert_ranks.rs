@@ -22,7 +22,7 @@ const BATCH: usize = 8;
 const SEQUENCE: usize = 24;
 
 fn mesh(data: usize, pipeline: usize, expert: usize) -> Mesh {
-    Mesh { data, pipeline, expert }
+    Mesh { data, pipeline, expert, ..Mesh::default() }
 }
 
 /// Small models with every kind of routing.

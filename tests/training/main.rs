@@ -27,6 +27,7 @@ mod resume;
 mod routing;
 mod stash;
 mod step_memory;
+mod tensor_ranks;
 mod trainable;
 mod uneven;
 mod update;

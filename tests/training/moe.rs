@@ -172,7 +172,7 @@ fn loads_and_drops_are_those_of_the_whole_batch_on_any_ranks_and_micro_batches()
         assert_eq!(parameters_named(".dropped").len(), if config.capacity.is_some() { layers } else { 0 }, "{kind:?}");
         run.options.poison = true;
         for (data, pipeline, micro_batches) in [(1, 1, 4), (2, 1, 2), (2, 2, 2)] {
-            run.options.step.mesh = Mesh { data, pipeline, expert: 1 };
+            run.options.step.mesh = Mesh { data, pipeline, ..Mesh::default() };
             run.options.step.micro_batches = micro_batches;
             for rank in seen(&run) {
                 assert_eq!(rank, whole, "{kind:?} on {:?} in {micro_batches} micro-batches", run.options.step.mesh);

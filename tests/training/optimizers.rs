@@ -136,7 +136,7 @@ fn on_data_ranks(rule: Rule, data: usize) -> TinyRun {
     let mut run = run(Kind::Gpt, rule);
     run.options.threads = 1;
     run.options.step.micro_batches = 8 / data;
-    run.options.step.mesh = Mesh { data, pipeline: 1, expert: 1 };
+    run.options.step.mesh = Mesh { data, ..Mesh::default() };
     run
 }
 
@@ -290,7 +290,7 @@ fn a_rule_from_outside_is_as_good() {
     assert!(losses[59] < losses[0] - 0.5, "{losses:?}");
     let alone = run.steps(3);
     run.options.threads = 1;
-    run.options.step.mesh = Mesh { data: 2, pipeline: 1, expert: 1 };
+    run.options.step.mesh = Mesh { data: 2, ..Mesh::default() };
     close(&run.steps_on_ranks(3), &alone.losses, "two ranks");
 }
 

@@ -100,7 +100,7 @@ fn data_ranks_differ_by_rounding_alone() {
     for kind in Kind::all() {
         let plain = plain(kind);
         for (data, pipeline) in [(2, 1), (4, 1), (2, 2)] {
-            let mesh = Mesh { data, pipeline, expert: 1 };
+            let mesh = Mesh { data, pipeline, ..Mesh::default() };
             let outcome = run(kind, mesh, 1, "1f1b").steps_on_ranks(2);
             close(&outcome, &plain, &format!("{kind:?} on {mesh:?}"));
             // The biases depend on loads, which are integers, so their sum is exact in any order.
@@ -131,7 +131,7 @@ fn nan_in_every_dead_range_changes_nothing() {
         run.options.poison = true;
         assert_eq!(run.steps_on_ranks(2), plain, "{name}");
     }
-    let mesh = Mesh { data: 2, pipeline: 2, expert: 1 };
+    let mesh = Mesh { data: 2, pipeline: 2, ..Mesh::default() };
     let clean = run(Kind::Gpt, mesh, 1, "1f1b").steps_on_ranks(2);
     let mut run = run(Kind::Gpt, mesh, 1, "1f1b");
     run.options.poison = true;
@@ -141,7 +141,7 @@ fn nan_in_every_dead_range_changes_nothing() {
 /// A checkpoint that was saved on one mesh can be resumed on another.
 #[test]
 fn a_checkpoint_of_one_mesh_resumes_on_another() {
-    let mesh = |data, pipeline| Mesh { data, pipeline, expert: 1 };
+    let mesh = |data, pipeline| Mesh { data, pipeline, ..Mesh::default() };
     let on = |mesh: Mesh, chunks| run(Kind::Gpt, mesh, chunks, if chunks > 1 { "interleaved" } else { "1f1b" });
     for (from, to) in [
         (on(mesh(1, 2), 1), on(mesh(1, 4), 1)),
@@ -241,7 +241,7 @@ fn odd_models_give_the_same_bits_too() {
         assert_eq!(odd_losses(Mesh::pipeline(ranks), chunks, name), alone, "{name} on {ranks} ranks");
     }
     for (data, pipeline) in [(2, 1), (4, 2)] {
-        let mesh = Mesh { data, pipeline, expert: 1 };
+        let mesh = Mesh { data, pipeline, ..Mesh::default() };
         for (a, b) in odd_losses(mesh, 1, "1f1b").iter().zip(&alone) {
             assert!((a.0 - b.0).abs() <= 1e-5 * b.0 && (a.1 - b.1).abs() <= 1e-5 * b.1, "{mesh:?}: {a:?}, not {b:?}");
         }

@@ -78,7 +78,7 @@ fn what_is_shown_is_summed_once_over_micro_batches_and_ranks() {
     let value = |values: &[(String, f32)], name: &str| values.iter().find(|(other, _)| other == name).unwrap().1;
     for (data, pipeline, micro_batches) in [(1, 1, 1), (1, 1, 4), (2, 1, 2), (1, 2, 4), (2, 2, 2)] {
         for recompute in [Recompute::None, Recompute::Layers(Layers::All)] {
-            let mesh = Mesh { data, pipeline, expert: 1 };
+            let mesh = Mesh { data, pipeline, ..Mesh::default() };
             let options = TrainOptions {
                 step: StepOptions {
                     micro_batches,

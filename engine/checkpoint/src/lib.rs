@@ -52,7 +52,7 @@ pub use difference::{Difference, differences};
 pub use error::CheckpointError;
 pub use folder::Listed;
 pub use lock::FolderLock;
-pub use open::{Checkpoint, SavedSection, SavedTensor};
+pub use open::{Checkpoint, SavedSection, SavedTensor, TensorReader};
 pub use save::{Draft, Section, TensorBytes, WrittenFiles};
 
 #[cfg(test)]

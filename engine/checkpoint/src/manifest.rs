@@ -10,8 +10,9 @@ use serde_json::Value;
 
 use crate::CheckpointError;
 
-/// The format that is written. Older formats can be read too.
-pub(super) const FORMAT: u64 = 1;
+/// The format that is written. Older formats can be read too. In format 1, a part of a tensor was a range of its elements;
+/// since format 2, it can be any window.
+pub(super) const FORMAT: u64 = 2;
 pub(super) const MANIFEST: &str = "manifest.json";
 /// Name of the file with the hash of the manifest. This hash reveals damage to the manifest itself.
 pub(super) const MANIFEST_HASH: &str = "manifest.b3";

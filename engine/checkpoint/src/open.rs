@@ -162,49 +162,24 @@ impl SavedSection {
     /// # Errors
     /// Returns an error in the same cases as [`Self::read_into`], or if the range exceeds the tensor.
     pub fn read_part_into(&self, name: &str, start: usize, bytes: &mut [u8]) -> Result<(), CheckpointError> {
-        let (SavedTensor { name, dtype, shape }, offset) = self.info(name)?;
-        let expected = self.bytes(&name);
-        let end = start.saturating_add(bytes.len());
-        if end > expected {
-            return Err(CheckpointError::TensorSize { name, dtype, shape, expected, found: end });
-        }
-        self.read_verified(self.data_start + offset + start as u64, bytes)
+        self.reader(name)?.read_into(start, bytes)
     }
 
-    /// Fills `bytes` from offset `start` of the file. Each chunk is hashed in the memory into which it was read, and is
-    /// not read again. So the caller gets exactly the bytes that were verified.
-    fn read_verified(&self, start: u64, bytes: &mut [u8]) -> Result<(), CheckpointError> {
-        let error = |error| read_error(&self.path, error);
-        let mut file = File::open(&self.path).map_err(error)?;
-        let (mut at, mut rest, mut edge) = (start, bytes, Vec::new());
-        while !rest.is_empty() {
-            // Only the requested part of the chunk is copied.
-            let index = at / CHUNK_BYTES as u64;
-            let chunk_start = index * CHUNK_BYTES as u64;
-            let chunk_bytes = (self.bytes - chunk_start).min(CHUNK_BYTES as u64) as usize;
-            let skipped = (at - chunk_start) as usize;
-            let wanted = rest.len().min(chunk_bytes - skipped);
-            let (part, behind) = std::mem::take(&mut rest).split_at_mut(wanted);
-            let is_whole = part.len() == chunk_bytes;
-            // The whole chunk is read. If all bytes of the chunk are requested, they are read into `bytes` directly.
-            let chunk = if is_whole {
-                &mut *part
-            } else {
-                edge.resize(chunk_bytes, 0);
-                &mut edge[..]
-            };
-            file.seek(SeekFrom::Start(chunk_start)).and_then(|_| file.read_exact(chunk)).map_err(error)?;
-            if blake3::hash(chunk) != self.chunks[index as usize] {
-                let reason = "it has changed since it was opened".into();
-                return Err(CheckpointError::Damaged { path: self.path.clone(), reason });
-            }
-            if !is_whole {
-                part.copy_from_slice(&edge[skipped..skipped + part.len()]);
-            }
-            at += part.len() as u64;
-            rest = behind;
-        }
-        Ok(())
+    /// Returns a reader of ranges of a tensor.
+    ///
+    /// # Errors
+    /// Returns an error if there is no such tensor, or if the file cannot be opened.
+    pub fn reader(&self, name: &str) -> Result<TensorReader<'_>, CheckpointError> {
+        let (tensor, offset) = self.info(name)?;
+        let file = File::open(&self.path).map_err(|error| read_error(&self.path, error))?;
+        Ok(TensorReader {
+            section: self,
+            tensor,
+            start: self.data_start + offset,
+            file,
+            chunk: Vec::new(),
+            index: None,
+        })
     }
 
     /// Returns the size of a tensor in bytes, or 0 if there is no such tensor.
@@ -276,6 +251,74 @@ impl SavedSection {
         }
         Ok(Self { file: file.to_owned(), path, header, data_start, bytes: found, chunks })
     }
+}
+
+/// Reads ranges of a tensor. It keeps the last chunk of the file that it has read in part, of at most 1 MiB. So if the
+/// ranges ascend, each chunk is read and verified once, however small the ranges are.
+#[derive(Debug)]
+pub struct TensorReader<'a> {
+    section: &'a SavedSection,
+    tensor: SavedTensor,
+    /// Offset of the tensor in the file.
+    start: u64,
+    file: File,
+    /// The kept chunk.
+    chunk: Vec<u8>,
+    /// Index of the kept chunk.
+    index: Option<u64>,
+}
+
+impl TensorReader<'_> {
+    /// Fills `bytes` with a range of the tensor's little-endian bytes, from byte `start` of the tensor on. Each chunk is
+    /// hashed in the memory into which it was read, and is not read again. So the caller gets exactly the bytes that
+    /// were verified.
+    ///
+    /// # Errors
+    /// Returns an error if the range exceeds the tensor, or if reading fails. Returns [`CheckpointError::Damaged`] if the
+    /// file has changed since it was opened. After an error, the contents of the slice must not be used.
+    pub fn read_into(&mut self, start: usize, bytes: &mut [u8]) -> Result<(), CheckpointError> {
+        let expected = self.section.bytes(&self.tensor.name);
+        let end = start.saturating_add(bytes.len());
+        if end > expected {
+            let SavedTensor { name, dtype, shape } = self.tensor.clone();
+            return Err(CheckpointError::TensorSize { name, dtype, shape, expected, found: end });
+        }
+        let (mut at, mut rest) = (self.start + start as u64, bytes);
+        while !rest.is_empty() {
+            let index = at / CHUNK_BYTES as u64;
+            let chunk_start = index * CHUNK_BYTES as u64;
+            let chunk_bytes = (self.section.bytes - chunk_start).min(CHUNK_BYTES as u64) as usize;
+            let skipped = (at - chunk_start) as usize;
+            let wanted = rest.len().min(chunk_bytes - skipped);
+            let (part, behind) = std::mem::take(&mut rest).split_at_mut(wanted);
+            if self.index != Some(index) && part.len() == chunk_bytes {
+                // All bytes of the chunk are requested, so they are read into `bytes` directly.
+                read_chunk(self.section, &mut self.file, index, part)?;
+            } else {
+                if self.index != Some(index) {
+                    self.index = None;
+                    self.chunk.resize(chunk_bytes, 0);
+                    read_chunk(self.section, &mut self.file, index, &mut self.chunk)?;
+                    self.index = Some(index);
+                }
+                part.copy_from_slice(&self.chunk[skipped..skipped + part.len()]);
+            }
+            at += part.len() as u64;
+            rest = behind;
+        }
+        Ok(())
+    }
+}
+
+/// Reads a chunk of a section's file, and compares it with its hash.
+fn read_chunk(section: &SavedSection, file: &mut File, index: u64, chunk: &mut [u8]) -> Result<(), CheckpointError> {
+    let start = SeekFrom::Start(index * CHUNK_BYTES as u64);
+    file.seek(start).and_then(|_| file.read_exact(chunk)).map_err(|error| read_error(&section.path, error))?;
+    if blake3::hash(chunk) != section.chunks[index as usize] {
+        let reason = "it has changed since it was opened".into();
+        return Err(CheckpointError::Damaged { path: section.path.clone(), reason });
+    }
+    Ok(())
 }
 
 fn read_error(path: &Path, source: io::Error) -> CheckpointError {

@@ -1,5 +1,6 @@
 //! Programs with addresses in one planned arena.
 
+use std::collections::BTreeMap;
 use std::io::Write;
 
 use candle_core::DType;
@@ -8,10 +9,12 @@ use gapless_alloc::csv::Table;
 use gapless_alloc::draw::Mark;
 use gapless_alloc::{Label, Options, PlanHash, Problem, Role, Solution};
 use gapless_graph::Spec;
+use gapless_parallel::Axes;
 
 use crate::error::Result;
 use crate::instruction::{CompiledProgram, Persistent, unknown};
 use crate::offload_plan::HostPlan;
+use crate::program::InstrKind;
 use crate::row_sizes::DynamicBuffer;
 
 /// Options of [`compile`](crate::compile).
@@ -153,6 +156,21 @@ impl Executable {
     /// Returns the largest number of messages and collectives of any program.
     pub fn requests(&self) -> usize {
         self.programs.iter().map(|program| program.requests).max().unwrap_or(0)
+    }
+
+    /// Returns the collectives of all programs in their order, by the axes along which they communicate: for each, the
+    /// program, the operation and the elements of its input. All ranks of a group must have the same.
+    pub fn collectives(&self) -> BTreeMap<Axes, String> {
+        let mut collectives: BTreeMap<Axes, String> = BTreeMap::new();
+        for program in &self.programs {
+            for instruction in &program.instructions {
+                let InstrKind::Collective(collective, _) = instruction.kind else { continue };
+                let list = collectives.entry(collective.axes()).or_default();
+                let elements = instruction.inputs.first().map_or(0, |input| input.span);
+                list.push_str(&format!("{} {} {elements}; ", program.name, instruction.kind.name()));
+            }
+        }
+        collectives
     }
 
     /// Returns the program of this name, or `None` if there is none.

@@ -274,17 +274,17 @@ fn collective_fits(program: &Program, collective: Collective, inputs: &[Operand]
     let dense = |operand: &Operand| is_planned(program, operand, output.dtype);
     match (collective, inputs) {
         (Collective::AllReduce { .. }, [input]) => input.overwritten_by.is_some() && floats(input) && floats(output),
-        (Collective::ReduceScatter { ranks }, [input]) => {
+        (Collective::ReduceScatter { ranks, .. }, [input]) => {
             floats(input) && floats(output) && times(output, ranks) == Some(len(input))
         }
         (Collective::AllGather { ranks, .. }, [input]) => {
             dense(input) && dense(output) && times(input, ranks) == Some(len(output))
         }
-        (Collective::Refill { ranks }, [whole, part]) => {
+        (Collective::Refill { ranks, .. }, [whole, part]) => {
             let are_dense = [whole, part, output].into_iter().all(dense);
             whole.overwritten_by.is_some() && are_dense && times(part, ranks) == Some(len(output))
         }
-        (Collective::AllToAll { ranks }, [input]) => {
+        (Collective::AllToAll { ranks, .. }, [input]) => {
             let is_cut = len(input).checked_rem(ranks) == Some(0);
             dense(input) && dense(output) && is_cut && len(input) == len(output)
         }

@@ -13,7 +13,8 @@ use gapless_compile::{
 };
 use gapless_graph::Spec;
 use gapless_graph::nn::{Init, Initializer};
-use gapless_graph::ops::{Collective, Contiguous, Group};
+use gapless_graph::ops::{Collective, Contiguous};
+use gapless_parallel::Axes;
 
 const COUNT: usize = 32;
 const BYTES: u64 = 4 * COUNT as u64;
@@ -27,7 +28,7 @@ fn spec() -> Spec {
 }
 
 fn always(name: &str, spec: Spec) -> BufferKind {
-    let fill = Initializer { init: Init::Const(1.0), name: name.into(), first: 0, given: None };
+    let fill = Initializer::whole(Init::Const(1.0), name, spec.dims());
     BufferKind::Persistent { fill, spec }
 }
 
@@ -111,7 +112,8 @@ impl Case {
     }
 
     fn rows(&mut self, starts: [Spec; 2], rows: usize, ranks: usize) {
-        let collective = Collective::AllToAllRows { ranks, rows, receives_dynamic_rows: false, balanced: 1 };
+        let collective =
+            Collective::AllToAllRows { axes: Axes::EXPERTS, ranks, rows, receives_dynamic_rows: false, balanced: 1 };
         let [sent, received] = starts;
         self.collective(collective, &[Spec::f32((8, 4)), sent, received], Spec::f32((8, 4)));
     }
@@ -132,7 +134,7 @@ fn sound_programs_compile() {
         ("rows that are counted", |case| case.dynamic_rows(ROWS)),
         ("a message", Case::receive),
         ("a gathering", |case| {
-            let collective = Collective::AllGather { group: Group::Batch, ranks: 2 };
+            let collective = Collective::AllGather { axes: Axes::BATCH, ranks: 2 };
             case.collective(collective, &[Spec::f32(8)], Spec::f32(16));
         }),
         ("a constant that a shape repeats", |case| case.layout(&[0], 31)),
@@ -276,14 +278,18 @@ const UNSOUND: [Change; 60] = [
         case.program.requests = 0;
     }),
     ("do not fit this kind", |case| {
-        case.collective(Collective::AllGather { group: Group::Batch, ranks: 3 }, &[Spec::f32(8)], Spec::f32(16));
+        case.collective(Collective::AllGather { axes: Axes::BATCH, ranks: 3 }, &[Spec::f32(8)], Spec::f32(16));
     }),
     ("do not fit this kind", |case| {
         let bytes = Spec { shape: 16.into(), dtype: DType::U8 };
-        case.collective(Collective::ReduceScatter { ranks: 1 }, std::slice::from_ref(&bytes), bytes.clone());
+        case.collective(
+            Collective::ReduceScatter { axes: Axes::BATCH, ranks: 1 },
+            std::slice::from_ref(&bytes),
+            bytes.clone(),
+        );
     }),
     ("do not fit this kind", |case| {
-        case.collective(Collective::AllToAll { ranks: 2 }, &[Spec::f32(8)], Spec::f32(16));
+        case.collective(Collective::AllToAll { axes: Axes::EXPERTS, ranks: 2 }, &[Spec::f32(8)], Spec::f32(16));
     }),
     ("do not fit this kind", |case| {
         let bytes = Spec { shape: 3.into(), dtype: DType::U8 };

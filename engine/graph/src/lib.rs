@@ -37,13 +37,14 @@ mod op;
 pub mod ops;
 pub mod optim;
 pub mod reference;
+pub mod shard;
 mod tensor;
 mod text;
 
 pub use candle_core::DType;
 pub use causality::{Causality, Culprit, cache_obstacle, causality};
 pub use error::{Error, Result};
-pub use gapless_kernels::{Args, Element, Numbers, Spec, Stream};
+pub use gapless_kernels::{Args, Element, Numbers, Spec, Stream, Window};
 pub use gradient::Gradient;
 #[doc(hidden)]
 pub use graph::lock;

@@ -10,12 +10,13 @@ use std::fmt;
 use std::sync::Arc;
 
 use candle_core::{DType, Layout};
-use gapless_kernels::Spec;
 use gapless_kernels::cpu::Args;
+use gapless_kernels::{Spec, Window};
 
 use crate::Gradient;
 use crate::error::{Error, Result};
 use crate::reference::{Array, Reference};
+use crate::shard::Rule;
 
 /// The way an operation treats dynamic rows, whose number is known only while the step runs. The first extent of a
 /// tensor with dynamic rows is the maximum number of rows. The slices that are passed to a kernel have the actual
@@ -81,6 +82,41 @@ pub trait Op: Any + fmt::Debug + Send + Sync {
     /// ([`cache_obstacle`](crate::cache_obstacle)). By default true if [`Op::cuda_fusible`] returns an expression.
     fn is_elementwise(&self) -> bool {
         matches!(self.cuda_fusible(), Some(gapless_kernels::cuda::Fusible::Each { .. }))
+    }
+
+    /// Returns which dimensions of the operands belong together, so that ranks can divide them (tensor and sequence
+    /// parallelism). Returns `None` if all operands must be whole: ranks then gather the inputs, and every rank computes
+    /// everything, which is correct and slow. The default is [`Rule::elementwise`] for
+    /// [element-wise](Self::is_elementwise) operations, and `None` for all others.
+    fn rule(&self, inputs: &[Spec], outputs: &[Spec]) -> Option<Rule> {
+        self.is_elementwise().then(|| Rule::elementwise(inputs.len(), outputs.len()))
+    }
+
+    /// Returns the operation that computes the parts `outputs` from the parts `inputs`, if that is another than this
+    /// one: for example, if this one holds an extent. Only called for parts that the [rule](Self::rule) allows.
+    fn on_parts(&self, _inputs: &[Window], _outputs: &[Window]) -> Option<Arc<dyn Op>> {
+        None
+    }
+
+    /// Returns the operation that computes statistics of a part which this one needs of all parts, and the number of this
+    /// one's first inputs that it reads. Ranks that hold parts gather the statistics. The operation that
+    /// [`Self::on_parts`] returns then has one more input, the last one: the statistics of all ranks in the order of their
+    /// parts, [ranks, ..]. [`Self::on_parts`] of the statistics is called with the windows of this operation's inputs.
+    /// `None` if the operation computes its parts without knowing of the others.
+    fn statistics(&self) -> Option<(Arc<dyn Op>, usize)> {
+        None
+    }
+
+    /// True if the outputs for a sum are the sums of the outputs for each summand, where all inputs are summed. Ranks
+    /// may then apply the operation before they add up their summands.
+    fn is_linear(&self) -> bool {
+        false
+    }
+
+    /// Returns the index of an input that is added to each row of output 0, the only output, and the operation without
+    /// that input. Ranks that compute summands of the output must add it once.
+    fn without_bias(&self) -> Option<(usize, Arc<dyn Op>)> {
+        None
     }
 
     /// Records the gradients of the inputs.

@@ -25,8 +25,10 @@ pub mod cuda;
 mod loss;
 mod random;
 mod spec;
+mod window;
 
 pub use cpu::{Args, Element};
 pub use loss::{LossTerms, RowLoss};
 pub use random::{Numbers, Stream};
 pub use spec::{Spec, width};
+pub use window::{Spread, Window};

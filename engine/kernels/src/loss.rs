@@ -33,18 +33,30 @@ impl LossTerms {
 
     /// Returns the loss of a row and the gradient of each of its logits, in f64.
     pub fn exact(&self, logits: &[f64], target: usize) -> (f64, Vec<f64>) {
-        let (vocabulary, Self { label_smoothing: e, z_loss: z }) = (logits.len() as f64, *self);
         let max = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
         let lse = max + logits.iter().map(|x| (x - max).exp()).sum::<f64>().ln();
-        let spread = if e > 0.0 { e / vocabulary * logits.iter().sum::<f64>() } else { 0.0 };
-        let loss = lse - (1.0 - e) * logits[target] - spread + z * lse * lse;
+        let loss = self.exact_loss(lse, logits[target], logits.iter().sum(), logits.len());
         (loss, self.gradient(logits, lse, target))
+    }
+
+    /// Returns the loss of a row of `vocabulary` logits from its log-sum-exp, the target's logit, and the sum of all
+    /// logits, in f64.
+    pub fn exact_loss(&self, lse: f64, logit: f64, sum: f64, vocabulary: usize) -> f64 {
+        let Self { label_smoothing: e, z_loss: z } = *self;
+        let spread = if e > 0.0 { e / vocabulary as f64 * sum } else { 0.0 };
+        lse - (1.0 - e) * logit - spread + z * lse * lse
     }
 
     /// Returns the gradient of each logit of a row, given the row's log-sum-exp, in f64.
     pub fn gradient(&self, logits: &[f64], lse: f64, target: usize) -> Vec<f64> {
+        self.gradient_of_part(logits, lse, Some(target), logits.len())
+    }
+
+    /// Returns the gradient of some logits of a row of `vocabulary` logits, given the row's log-sum-exp, in f64. `target`
+    /// is the index of the target's logit, or `None` if it is not among these logits.
+    pub fn gradient_of_part(&self, logits: &[f64], lse: f64, target: Option<usize>, vocabulary: usize) -> Vec<f64> {
         let Self { label_smoothing: e, z_loss: z } = *self;
-        let wanted = |i: usize| e / logits.len() as f64 + if i == target { 1.0 - e } else { 0.0 };
+        let wanted = |i: usize| e / vocabulary as f64 + if Some(i) == target { 1.0 - e } else { 0.0 };
         logits.iter().enumerate().map(|(i, x)| (x - lse).exp() * (1.0 + 2.0 * z * lse) - wanted(i)).collect()
     }
 }

@@ -3,6 +3,7 @@
 //! In: instructions, and the base address of the arena. Out: requests to the communicators. Each request is kept
 //! until the instruction that waits for it. Never: a heap allocation while a program runs.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 #[cfg(feature = "cuda")]
@@ -11,30 +12,27 @@ use gapless_communicator::launch_order::LaunchOrder;
 use gapless_communicator::{self as communicator, Communicator, CommunicatorError, Request};
 use gapless_compile::internal::{CompiledProgram, Instruction};
 use gapless_compile::{Executable, InstrKind, Message};
-use gapless_graph::ops::{Collective, Group};
+use gapless_graph::ops::Collective;
 use gapless_kernels::cpu::args::{Address, Places};
+use gapless_parallel::Axes;
 
 /// The communicators of a rank, one per group of ranks it belongs to.
 #[derive(Debug, Default)]
 pub struct Communicators {
     /// The ranks of the pipeline.
     pub pipeline: Option<Box<dyn Communicator>>,
-    /// The ranks with the same stages as this one, each with another share of the batch (data × expert ranks).
-    pub batch: Option<Box<dyn Communicator>>,
-    /// The expert ranks of this rank's data rank: together they hold one copy of all experts.
-    pub experts: Option<Box<dyn Communicator>>,
-    /// The ranks of the batch that hold the same experts as this rank.
-    pub replicas: Option<Box<dyn Communicator>>,
+    /// This rank's groups, by the axes along which their ranks differ.
+    pub groups: BTreeMap<Axes, Box<dyn Communicator>>,
 }
 
 impl Communicators {
-    fn group(&mut self, group: Group) -> communicator::Result<&mut Box<dyn Communicator>> {
-        let group = match group {
-            Group::Batch => &mut self.batch,
-            Group::Experts => &mut self.experts,
-            Group::Replicas => &mut self.replicas,
-        };
-        group.as_mut().ok_or(NO_COMMUNICATOR)
+    fn group(&mut self, axes: Axes) -> communicator::Result<&mut Box<dyn Communicator>> {
+        self.groups.get_mut(&axes).ok_or(NO_COMMUNICATOR)
+    }
+
+    #[cfg(feature = "cuda")]
+    fn all(&mut self) -> impl Iterator<Item = &mut Box<dyn Communicator>> {
+        self.pipeline.iter_mut().chain(self.groups.values_mut())
     }
 }
 
@@ -59,7 +57,7 @@ pub(crate) const NO_COMMUNICATOR: CommunicatorError = CommunicatorError::Unsuppo
 pub struct Transfers {
     communicators: Communicators,
     requests: Vec<Option<InProgress>>,
-    /// For each request, the bytes sent to each expert rank, and the bytes received from each.
+    /// For each request of an all-to-all, the bytes sent to each rank, and the bytes received from each.
     lens: Vec<[Vec<usize>; 2]>,
     /// For each program, the launch order of its messages; `None` if the pipeline's communicator does not require an
     /// order.
@@ -70,8 +68,14 @@ impl Transfers {
     /// Prepares the transfers of an executable's programs. A collective operation: all ranks must call it.
     pub(crate) fn new(mut communicators: Communicators, executable: &Executable) -> communicator::Result<Self> {
         let requests = executable.requests();
-        let experts = communicators.experts.as_ref().map_or(0, |experts| experts.size());
-        let lens = (0..requests).map(|_| [vec![0; experts], vec![0; experts]]).collect();
+        let mut lens = vec![[vec![], vec![]]; requests];
+        for instruction in executable.programs().iter().flat_map(|program| &program.instructions) {
+            if let InstrKind::Collective(collective, request) = instruction.kind
+                && let Collective::AllToAll { ranks, .. } | Collective::AllToAllRows { ranks, .. } = collective
+            {
+                lens[request].iter_mut().filter(|lens| lens.len() < ranks).for_each(|lens| lens.resize(ranks, 0));
+            }
+        }
         let mut order = |program: &CompiledProgram| match &mut communicators.pipeline {
             Some(pipeline) => pipeline.agree(&program.messages),
             None => Ok(None),
@@ -83,8 +87,8 @@ impl Transfers {
     /// True if the communicators exchange device memory.
     #[cfg(feature = "cuda")]
     pub(crate) fn are_on_device(&self) -> bool {
-        let Communicators { pipeline, batch, experts, replicas } = &self.communicators;
-        [pipeline, batch, experts, replicas].into_iter().flatten().any(|way| way.memory() == Memory::Device)
+        let Communicators { pipeline, groups } = &self.communicators;
+        pipeline.iter().chain(groups.values()).any(|way| way.memory() == Memory::Device)
     }
 
     /// Begins a run of a program: passes the program's launch order to the pipeline's communicator.
@@ -98,8 +102,7 @@ impl Transfers {
     /// Waits on the host for all operations that were passed to [`Communicator::wait_on_device`].
     #[cfg(feature = "cuda")]
     pub(crate) fn settle(&mut self) -> communicator::Result<()> {
-        let Communicators { pipeline, batch, experts, replicas } = &mut self.communicators;
-        [pipeline, batch, experts, replicas].into_iter().flatten().try_for_each(|way| way.settle())
+        self.communicators.all().try_for_each(|way| way.settle())
     }
 
     /// Guards the transfers of one run.
@@ -112,7 +115,7 @@ impl Transfers {
 #[derive(Debug)]
 enum InProgress {
     Message(Request),
-    Collective(Request, Group),
+    Collective(Request, Axes),
 }
 
 /// Guards the transfers of one run. If the run fails or panics, dropping the guard ends all transfers in progress,
@@ -210,19 +213,19 @@ impl Transfers {
         clear: impl FnOnce(Bytes),
     ) -> communicator::Result<()> {
         let &Operands { inputs, output, row_offsets, row_bytes } = operands;
-        let group = collective.group();
-        let communicator = self.communicators.group(group)?;
+        let axes = collective.axes();
+        let communicator = self.communicators.group(axes)?;
         if collective.ranks().is_some_and(|ranks| ranks != communicator.size()) {
             return Err(OTHER_RANKS);
         }
         // After a failed run, `self` is empty.
         let lens = self.lens.get_mut(request).ok_or(NO_COMMUNICATOR)?;
         match collective {
-            Collective::AllToAll { ranks } => lens.iter_mut().for_each(|lens| lens.fill(output.1 / ranks)),
-            Collective::AllToAllRows { .. } => {
+            Collective::AllToAll { ranks, .. } => lens.iter_mut().for_each(|lens| lens[..ranks].fill(output.1 / ranks)),
+            Collective::AllToAllRows { ranks, .. } => {
                 let [sends, receives] = lens;
-                let sent = row_lens(row_offsets[0], row_bytes, sends).ok_or(OTHER_ROWS)?;
-                let received = row_lens(row_offsets[1], row_bytes, receives).ok_or(OTHER_ROWS)?;
+                let sent = row_lens(row_offsets[0], row_bytes, &mut sends[..ranks]).ok_or(OTHER_ROWS)?;
+                let received = row_lens(row_offsets[1], row_bytes, &mut receives[..ranks]).ok_or(OTHER_ROWS)?;
                 if received > output.1 || inputs[0].is_none_or(|input| sent > input.1) {
                     return Err(OTHER_ROWS);
                 }
@@ -236,24 +239,23 @@ impl Transfers {
         let request_of = collective.request(inputs, output, [&lens[0], &lens[1]]);
         // SAFETY: by this function's contract. The sizes in `lens` stay unchanged until this request is finished.
         let started = unsafe { communicator.start(request_of) }?;
-        self.requests[request] = Some(InProgress::Collective(started, group));
+        self.requests[request] = Some(InProgress::Collective(started, axes));
         Ok(())
     }
 
     /// Reports a failure to the other ranks and drops the communicators, which ends all transfers in progress.
     #[cfg(feature = "cuda")]
     pub(crate) fn abort(&mut self, reason: &str) {
-        let Communicators { pipeline, batch, experts, replicas } = &mut self.communicators;
-        [pipeline, batch, experts, replicas].into_iter().flatten().for_each(|way| way.abort(reason));
+        self.communicators.all().for_each(|way| way.abort(reason));
         *self = Self::default();
     }
 
     /// Waits for a collective.
     pub(crate) fn finish(&mut self, request: usize) -> communicator::Result<()> {
-        let Some(InProgress::Collective(under_way, group)) = self.requests[request].take() else {
+        let Some(InProgress::Collective(under_way, axes)) = self.requests[request].take() else {
             unreachable!("lowering starts every collective that it finishes")
         };
-        self.communicators.group(group)?.wait_on_device(under_way)
+        self.communicators.group(axes)?.wait_on_device(under_way)
     }
 }
 

@@ -6,3 +6,4 @@ mod compress;
 #[cfg(feature = "cuda")]
 mod cuda;
 mod optimizers;
+mod vocabulary_parts;

@@ -18,6 +18,7 @@ use gapless_compile::step::{
 use gapless_compile::{Executable, Target};
 use gapless_graph::nn::VarBuilder;
 use gapless_graph::{Causality, Model};
+use gapless_parallel::{Axes, Coordinate};
 use gapless_runtime::Error as RuntimeError;
 use gapless_runtime::Session;
 use gapless_runtime::cpu::{Workers, resolve_threads};
@@ -28,7 +29,7 @@ use gapless_runtime::process_memory::available_memory;
 #[cfg(not(feature = "cuda"))]
 use super::device;
 use super::documents::DocumentInputs;
-use super::ranks::{BatchCheck, communicators, expect_equal, expect_one_rank, expect_ranks};
+use super::ranks::{BatchCheck, communicators, expect_equal, expect_one_rank, expect_ranks, groups};
 use super::{DeviceChoice, DeviceInfo, LossParts, Programs, SkipThresholds, TrainOptions, Trainer, not_causal};
 use crate::communicator::Communicator;
 use crate::error::{Result, TrainError};
@@ -142,7 +143,7 @@ impl TrainerBuilder<'_> {
             let largest = largest_at_peak(&executable, 8);
             return Err(RuntimeError::DoesNotFit { needed: least, available, limit, largest }.into());
         }
-        let is_first = ranks.at.data == 0 && ranks.at.expert == 0;
+        let is_first = ranks.mesh.color(ranks.at, Axes::PIPELINE) == 0;
         let is_saved = |name: &str| compiled.layout.parts.get(name).map_or(is_first, |part| part.is_first_copy);
         let tensors = [Role::Parameter, Role::OptimizerState].into_iter().flat_map(|role| executable.specs(role));
         Ok(tensors.filter(|(name, _)| is_saved(name)).map(|(_, spec)| spec.bytes()).sum())
@@ -156,7 +157,8 @@ impl TrainerBuilder<'_> {
     pub fn plan_all(&self) -> Result<Vec<Report>> {
         let mesh = self.options.step.mesh;
         let ranks = mesh.ranks()?;
-        let stages = (0..mesh.pipeline).map(|stage| self.plan(stage * mesh.expert)).collect::<Result<Vec<Report>>>()?;
+        let first = |pipeline| mesh.rank(Coordinate { pipeline, ..Coordinate::default() });
+        let stages = (0..mesh.pipeline).map(|stage| self.plan(first(stage))).collect::<Result<Vec<Report>>>()?;
         Ok((0..ranks).map(|rank| stages[mesh.coordinate(rank).pipeline].clone()).collect())
     }
 
@@ -263,9 +265,10 @@ impl Trainer {
     fn join(mut self, mut world: Box<dyn Communicator>) -> Result<Self> {
         expect_equal(&mut *world, &[("model", self.model.clone())])?;
         let mesh = self.options.step.mesh;
+        let groups = groups(&mut *world, mesh, self.session.executable())?;
         let communicators = match self.between_devices(&mut *world)? {
-            Some(mut devices) => communicators(&mut *devices, mesh)?,
-            None => communicators(&mut *world, mesh)?,
+            Some(mut devices) => communicators(&mut *devices, mesh, &groups)?,
+            None => communicators(&mut *world, mesh, &groups)?,
         };
         self.session.connect(communicators)?;
         self.batch_check = Some(BatchCheck::new(world.size()));

@@ -9,6 +9,7 @@ mod options;
 mod ranks;
 mod sampling;
 mod save;
+mod saved_parts;
 mod tensors;
 
 use candle_core::DType;

@@ -1,7 +1,10 @@
 //! Communicators between the ranks of a mesh, and checks that all ranks have equal settings and data.
 
+use std::collections::{BTreeMap, BTreeSet};
+
+use gapless_compile::Executable;
 use gapless_kernels::Element;
-use gapless_parallel::Mesh;
+use gapless_parallel::{Axes, Mesh};
 use gapless_runtime::Communicators;
 
 use super::Batch;
@@ -23,25 +26,52 @@ pub(super) fn expect_ranks(world: &dyn Communicator, mesh: Mesh) -> Result<()> {
     let (size, ranks) = (world.size(), mesh.ranks()?);
     if size != ranks {
         let why = format!("the mesh has {ranks} ranks, but {size} were started");
-        return Err(TrainError::config("mesh", why, "start data × pipeline × expert ranks"));
+        return Err(TrainError::config("mesh", why, "start as many ranks as the product of its axes"));
     }
     Ok(())
 }
 
-/// Splits the communicator of all ranks into one communicator each for this rank's pipeline, batch, experts and
-/// replicas.
-pub(super) fn communicators(world: &mut dyn Communicator, mesh: Mesh) -> Result<Communicators> {
-    let at = mesh.coordinate(world.rank());
-    let Mesh { expert, .. } = mesh;
-    let pipeline = world.split(at.data * expert + at.expert, at.pipeline)?;
-    let batch = world.split(at.pipeline, at.data * expert + at.expert)?;
-    let mut communicators = Communicators { pipeline: Some(pipeline), batch: Some(batch), ..Default::default() };
-    if expert > 1 {
-        let copy = at.data * mesh.pipeline + at.pipeline;
-        communicators.experts = Some(world.split(copy, at.expert)?);
-        communicators.replicas = Some(world.split(at.pipeline * expert + at.expert, at.data)?);
+/// Returns the axes along which the collectives of any rank's programs communicate. The result is equal on all ranks,
+/// although the programs of different stages may have different collectives.
+///
+/// # Errors
+/// Returns [`TrainError::RanksDiffer`] if two ranks of a group have other collectives, or have them in another order: they
+/// would wait for each other forever. All ranks return the same error.
+pub(super) fn groups(world: &mut dyn Communicator, mesh: Mesh, executable: &Executable) -> Result<BTreeSet<Axes>> {
+    let here = executable.collectives();
+    let digest_of = |axes: Axes| here.get(&axes).map_or([0; DIGEST], |list| digest(list.as_bytes()));
+    let mine: Vec<u8> = Axes::sets().flat_map(digest_of).collect();
+    let mut all = vec![0; mine.len() * world.size()];
+    world.all_gather(&mine, &mut all)?;
+    let mut used = BTreeSet::new();
+    for (index, axes) in Axes::sets().enumerate() {
+        let of_rank = |rank: usize| &all[rank * mine.len() + index * DIGEST..][..DIGEST];
+        let mut firsts = BTreeMap::new();
+        for rank in 0..world.size() {
+            let color = mesh.color(mesh.coordinate(rank), axes);
+            if of_rank(rank) != *firsts.entry(color).or_insert(of_rank(rank)) {
+                return Err(TrainError::RanksDiffer { rank, what: "collectives", here: format!("{here:?}") });
+            }
+        }
+        if (0..world.size()).any(|rank| of_rank(rank) != [0; DIGEST]) {
+            used.insert(axes);
+        }
     }
-    Ok(communicators)
+    Ok(used)
+}
+
+/// Splits the communicator of all ranks into one for this rank's pipeline, and one for each of its groups along these
+/// axes that has several ranks.
+pub(super) fn communicators(
+    world: &mut dyn Communicator,
+    mesh: Mesh,
+    groups: &BTreeSet<Axes>,
+) -> Result<Communicators> {
+    let at = mesh.coordinate(world.rank());
+    let mut split = |axes| world.split(mesh.color(at, axes), mesh.index(at, axes));
+    let pipeline = Some(split(Axes::PIPELINE)?);
+    let groups = groups.iter().filter(|&&axes| mesh.size(axes) > 1).map(|&axes| Ok((axes, split(axes)?)));
+    Ok(Communicators { pipeline, groups: groups.collect::<Result<_>>()? })
 }
 
 /// Bytes of a value's digest.
@@ -124,5 +154,42 @@ impl BatchCheck {
             }
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use gapless_parallel::Axis;
+
+    use super::*;
+    use crate::communicator::on_threads;
+
+    /// Every rank of a group receives the numbers of its members, in the order of ranks.
+    #[test]
+    fn communicators_have_the_ranks_of_their_groups() {
+        let mesh = Mesh { data: 2, pipeline: 2, expert: 2, context: 2, tensor: 3 };
+        let tensor = Axes::of(&[Axis::Tensor]);
+        let sets = BTreeSet::from([Axes::NONE, Axes::BATCH, Axes::EXPERTS, Axes::REPLICAS, tensor, Axes::ALL]);
+        let ranks = mesh.ranks().unwrap();
+        let gathered = on_threads(ranks, |mut world| {
+            let rank = world.rank() as u8;
+            let Communicators { pipeline, groups } = communicators(&mut *world, mesh, &sets)?;
+            let all = groups.into_iter().chain(pipeline.map(|pipeline| (Axes::PIPELINE, pipeline)));
+            let gather = |(axes, mut group): (Axes, Box<dyn Communicator>)| {
+                let mut members = vec![0; group.size()];
+                group.all_gather(&[rank], &mut members)?;
+                Ok((axes, members))
+            };
+            all.map(gather).collect::<Result<Vec<_>>>()
+        });
+        for (rank, groups) in gathered.unwrap().into_iter().enumerate() {
+            assert_eq!(groups.len(), sets.len(), "the pipeline, and every set but that of no axis");
+            for (axes, members) in groups {
+                let color = |rank: usize| mesh.color(mesh.coordinate(rank), axes);
+                let expected: Vec<u8> =
+                    (0..ranks).filter(|&other| color(other) == color(rank)).map(|r| r as u8).collect();
+                assert_eq!(members, expected, "{axes:?} of rank {rank}");
+            }
+        }
     }
 }

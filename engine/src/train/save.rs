@@ -2,28 +2,30 @@
 //! continues may differ from the mesh that saved.
 //!
 //! Every tensor is saved by the rank that updates it. If several ranks update copies of a tensor, the first of these
-//! ranks saves it. States that are divided among data ranks are saved in parts, each a contiguous range of the
-//! flattened elements. A resuming rank reads the ranges that it needs, from any files that contain these ranges. So the
-//! files do not depend on the mesh that reads them.
+//! ranks saves it. Tensors that are divided among ranks are saved in parts, whose windows are in the manifest. A resuming
+//! rank reads the elements that it needs, from any files that contain them. So the files do not depend on the mesh that
+//! reads them.
 
 use std::collections::BTreeMap;
-use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use candle_core::DType;
 use gapless_alloc::Role;
 use gapless_compile::step::Precision;
 use gapless_kernels::cpu::peak::Bf16Products;
+use gapless_parallel::Axes;
+use half::bf16;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
 use super::Trainer;
-use crate::checkpoint::{
-    Checkpoint, CheckpointError, Draft, SavedSection, Section, TensorBytes, WrittenFiles, differences,
-};
+use super::saved_parts::{SavedParts, described};
+use crate::checkpoint::{Checkpoint, CheckpointError, Draft, Section, TensorBytes, WrittenFiles, differences};
 use crate::communicator::Communicator;
 use crate::error::{Result, TrainError};
 
+/// Number of elements of a moving average that are converted at once.
+const AVERAGE_BLOCK: usize = 1 << 16;
 const ROLES: [(&str, Role); 2] = [("model", Role::Parameter), ("optimizer", Role::OptimizerState)];
 
 /// The files that a rank has written, or the error because of which it could not write them. This is sent to the rank
@@ -31,7 +33,7 @@ const ROLES: [(&str, Role); 2] = [("model", Role::Parameter), ("optimizer", Role
 #[derive(Debug, Serialize, Deserialize)]
 struct Written {
     files: WrittenFiles,
-    /// Index of the first element of each tensor part, by file and name.
+    /// Description of the window of each tensor part, by file and name.
     parts: Map<String, Value>,
     error: Option<String>,
 }
@@ -137,21 +139,36 @@ impl Trainer {
     pub fn load_average(&mut self, checkpoint: &Checkpoint) -> Result<()> {
         self.load(checkpoint)?;
         let [_, (optimizer, _)] = ROLES;
-        let sections: Vec<&SavedSection> =
-            checkpoint.sections().iter().filter(|section| section.file().starts_with(optimizer)).collect();
+        let saved = SavedParts::of(checkpoint, optimizer);
         let own = self.session.executable().specs(Role::Parameter);
-        let own: Vec<(String, usize)> = own.map(|(name, spec)| (name.to_owned(), spec.elements())).collect();
+        let own: Vec<(String, DType)> = own.map(|(name, spec)| (name.to_owned(), spec.dtype)).collect();
+        let mut block = vec![0; AVERAGE_BLOCK * DType::F32.size_in_bytes()];
         let mut found = false;
-        for (name, elements) in own {
+        for (name, dtype) in own {
             let average = format!("average/{name}");
             // Frozen parameters have no average.
-            if sections.iter().all(|section| section.find(&average).is_none()) {
+            if !saved.contains(&average) {
                 continue;
             }
-            let mut bytes = vec![0; elements * DType::F32.size_in_bytes()];
-            fill(&sections, checkpoint.metadata(), (&average, DType::F32), 0, &mut bytes)?;
-            let (numbers, _) = bytes.as_chunks();
-            self.set_elements(&name, &numbers.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect::<Vec<_>>())?;
+            let window = self.window(&name)?;
+            let size = DType::F32.size_in_bytes();
+            self.session.fill_tensor(&name, |bytes| {
+                saved.read(&average, DType::F32, &window, &mut |reader, from, to| {
+                    for first in to.clone().step_by(AVERAGE_BLOCK) {
+                        let count = AVERAGE_BLOCK.min(to.end - first);
+                        let block = &mut block[..count * size];
+                        reader.read_into((from + first - to.start) * size, block)?;
+                        let averages = block.as_chunks().0.iter().map(|bytes| f32::from_le_bytes(*bytes));
+                        match dtype {
+                            DType::BF16 => {
+                                write(&mut bytes[2 * first..], averages.map(|x| bf16::from_f32(x).to_ne_bytes()))
+                            }
+                            _ => write(&mut bytes[4 * first..], averages.map(f32::to_ne_bytes)),
+                        }
+                    }
+                    Ok(())
+                })
+            })??;
             found = true;
         }
         match found {
@@ -165,20 +182,18 @@ impl Trainer {
 
     /// Reads all of this rank's tensors of a role from the checkpoint.
     fn fill_from(&mut self, checkpoint: &Checkpoint, (kind, role): (&str, Role)) -> Result<()> {
-        let sections: Vec<&SavedSection> =
-            checkpoint.sections().iter().filter(|section| section.file().starts_with(kind)).collect();
+        let saved = SavedParts::of(checkpoint, kind);
         let own: Vec<(String, DType)> =
             self.session.executable().specs(role).map(|(name, spec)| (name.to_owned(), spec.dtype)).collect();
         for (name, dtype) in own {
-            let start = self.layout.parts.get(&name).map_or(0, |part| part.first) * dtype.size_in_bytes();
-            let from = (&name[..], dtype);
-            self.session.fill_tensor(&name, |bytes| fill(&sections, checkpoint.metadata(), from, start, bytes))??;
+            let window = self.window(&name)?;
+            self.session.fill_tensor(&name, |bytes| saved.fill(&name, dtype, &window, bytes))??;
         }
         Ok(())
     }
 
-    /// Returns the hashes of the parameters of which other ranks may have copies. The keys contain the name and the
-    /// index of the first element.
+    /// Returns the hashes of the parameters of which other ranks may have copies. The keys contain the name and, if
+    /// this rank has only a part, its window.
     fn copies(&self) -> Result<Copies> {
         if self.world.is_none() {
             return Ok(Copies::new());
@@ -186,7 +201,7 @@ impl Trainer {
         Ok(self.session.with_persistent(|tensors| {
             let parameters = tensors.iter().filter(|t| t.label.role == Role::Parameter && t.changes_here);
             let key = |name: &str| match self.layout.parts.get(name) {
-                Some(part) => format!("{name} from element {}", part.first),
+                Some(part) => format!("{name} at {}", part.window),
                 None => name.to_owned(),
             };
             parameters.map(|t| (key(&t.label.tensor), blake3::hash(t.bytes).to_hex().to_string())).collect()
@@ -205,14 +220,14 @@ impl Trainer {
         let written = self.session.with_persistent(|tensors| {
             let mut sections = Vec::new();
             for (file, (_, role)) in files.iter().zip(ROLES) {
-                let part_of = |name: &str| self.layout.parts.get(name).copied();
+                let part_of = |name: &str| self.layout.parts.get(name);
                 // Copies are equal, so only the first of the ranks with copies writes. Frozen parameters are updated on
                 // no stage, so every stage that has such a parameter writes it.
                 let frozen = |name: &str| self.layout.frozen.contains(name) || !self.layout.shapes.contains_key(name);
                 let mine = |t: &&gapless_runtime::PersistentBytes<'_>| {
                     let name = &t.label.tensor;
                     let first =
-                        part_of(name).map_or(self.at.data == 0 && self.at.expert == 0, |part| part.is_first_copy);
+                        part_of(name).map_or(mesh.color(self.at, Axes::PIPELINE) == 0, |part| part.is_first_copy);
                     t.label.role == role && first && (t.changes_here || frozen(name))
                 };
                 let mine: Vec<TensorBytes<'_>> = tensors
@@ -225,10 +240,11 @@ impl Trainer {
                         bytes: t.bytes,
                     })
                     .collect();
-                let starts = mine.iter().filter_map(|t| Some((t.name.to_owned(), json!(part_of(t.name)?.first))));
-                let starts: Map<String, Value> = starts.collect();
-                if !starts.is_empty() {
-                    parts.insert(file.clone(), Value::Object(starts));
+                let windows =
+                    mine.iter().filter_map(|t| Some((t.name.to_owned(), described(&part_of(t.name)?.window))));
+                let windows: Map<String, Value> = windows.collect();
+                if !windows.is_empty() {
+                    parts.insert(file.clone(), Value::Object(windows));
                 }
                 if !mine.is_empty() || suffix.is_empty() {
                     sections.push(Section { file, tensors: mine });
@@ -259,7 +275,7 @@ impl Trainer {
         let metadata = json!({
             "tensors": self.saved_shapes(),
             "parts": parts,
-            "mesh": { "data": mesh.data, "pipeline": mesh.pipeline, "expert": mesh.expert },
+            "mesh": mesh,
             "seed": self.options.seed,
             "engine": env!("CARGO_PKG_VERSION"),
             "bf16_products": self.bf16_products(),
@@ -307,6 +323,11 @@ impl Trainer {
     }
 }
 
+/// Writes elements to the start of `bytes`.
+fn write<const N: usize>(bytes: &mut [u8], elements: impl Iterator<Item = [u8; N]>) {
+    bytes.as_chunks_mut().0.iter_mut().zip(elements).for_each(|(to, element)| *to = element);
+}
+
 /// Returns an error if the ranks' copies of a parameter have different hashes. All ranks get the same result.
 fn expect_equal_copies(all: &[Copies]) -> Result<()> {
     let mut firsts: BTreeMap<&str, (usize, &str)> = BTreeMap::new();
@@ -344,40 +365,4 @@ fn exchange<T: Serialize + for<'a> Deserialize<'a>>(world: &mut dyn Communicator
         serde_json::from_slice(&text[..size]).map_err(|error| TrainError::NotSaved { rank: 0, why: error.to_string() })
     };
     texts.chunks_exact(longest.max(1)).zip(&sizes).map(read).collect()
-}
-
-/// Fills `bytes` with the bytes of a tensor, beginning at offset `start` of the tensor. Reads them from the saved parts
-/// that contain these bytes.
-fn fill(
-    sections: &[&SavedSection],
-    metadata: &Value,
-    (name, dtype): (&str, DType),
-    start: usize,
-    bytes: &mut [u8],
-) -> Result<(), CheckpointError> {
-    let wanted = start..start + bytes.len();
-    let mut filled = start;
-    let mut pieces: Vec<(Range<usize>, &SavedSection)> = Vec::new();
-    for section in sections {
-        if let Some(tensor) = section.find(name).filter(|tensor| tensor.dtype == dtype) {
-            let size = dtype.size_in_bytes();
-            let first = size * metadata["parts"][section.file()][name].as_u64().unwrap_or(0) as usize;
-            pieces.push((first..first + size * tensor.shape.iter().product::<usize>(), section));
-        }
-    }
-    pieces.sort_by_key(|(range, _)| range.start);
-    for (range, section) in pieces {
-        let (from, to) = (filled.max(range.start), wanted.end.min(range.end));
-        if from == filled && from < to {
-            section.read_part_into(name, from - range.start, &mut bytes[from - start..to - start])?;
-            filled = to;
-        }
-    }
-    match filled == wanted.end {
-        true => Ok(()),
-        false => Err(CheckpointError::NoTensor {
-            path: sections.first().map(|section| section.path().to_owned()).unwrap_or_default(),
-            name: format!("{name}, bytes {filled} to {}", wanted.end),
-        }),
-    }
 }

@@ -2,6 +2,7 @@
 
 use candle_core::DType;
 use gapless_compile::step::{self, RankPlan};
+use gapless_kernels::Window;
 use gapless_parallel::Coordinate;
 
 use gapless_compile::step::StepOptions;
@@ -17,6 +18,16 @@ impl Trainer {
     /// Returns an error if this rank has no tensor of this name.
     pub fn tensor(&self, name: &str) -> Result<candle_core::Tensor> {
         self.session.tensor(name).map_err(|error| self.elsewhere(name).unwrap_or_else(|| error.into()))
+    }
+
+    /// Returns the part of a parameter or an optimizer state that this rank holds.
+    ///
+    /// # Errors
+    /// Returns an error if this rank has no tensor of this name.
+    pub fn window(&self, name: &str) -> Result<Window> {
+        let here = self.session.executable().find_persistent(name).map_err(gapless_runtime::Error::from)?;
+        let part = self.layout.parts.get(name);
+        Ok(part.map_or_else(|| Window::whole(here.spec.dims()), |part| part.window.clone()))
     }
 
     /// If the tensor belongs to another rank of the pipeline, returns an error that names this rank. Otherwise returns
@@ -87,13 +98,28 @@ impl Trainer {
         for copy in self.layout.copies.get(name).into_iter().flatten() {
             // A stage that only reads the parameter has no master. With several data ranks, each rank has only a part
             // of the master.
-            let first = |name: &str| self.layout.parts.get(name).map_or(0, |part| part.first);
-            let own = first(copy) - first(name);
-            if let Ok(found) = self.session.executable().find_persistent(copy) {
-                let part = data.get(own..own + found.address.span).unwrap_or(data);
+            if let (Ok(own), Ok(all)) = (self.window(copy), self.window(name)) {
+                let part = own.within(&all).and_then(|range| data.get(range)).unwrap_or(data);
                 self.session.write_tensor(copy, part)?;
             }
         }
         Ok(self.session.write_tensor(name, data)?)
+    }
+
+    /// Like [`Self::set_elements`], but takes the elements of the whole tensor, of which this rank keeps its part.
+    ///
+    /// # Errors
+    /// Returns an error if no tensor has this name and size.
+    pub fn set_whole(&mut self, name: &str, data: &[f32]) -> Result<()> {
+        let window = self.window(name)?;
+        if window.is_whole() {
+            return self.set_elements(name, data);
+        }
+        let (expected, given) = (window.whole_dims().iter().product::<usize>(), data.len());
+        if given != expected {
+            return Err(gapless_runtime::Error::ElementCount { name: name.into(), expected, given }.into());
+        }
+        let part: Vec<f32> = window.runs().flat_map(|run| &data[run]).copied().collect();
+        self.set_elements(name, &part)
     }
 }

@@ -151,7 +151,7 @@ impl Adapter {
         for (stored, (parameter, shape)) in expected.iter().filter(|(_, (parameter, _))| here.contains(parameter)) {
             let mut elements = Vec::new();
             self.file.read_elements(stored, 0, shape.iter().product(), |x| elements.push(x))?;
-            trainer.set_elements(parameter, &elements)?;
+            trainer.set_whole(parameter, &elements)?;
         }
         Ok(())
     }

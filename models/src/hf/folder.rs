@@ -108,7 +108,7 @@ impl Folder {
             for piece in &placed.pieces {
                 self.read(piece, &mut elements)?;
             }
-            trainer.set_elements(&name, &elements)?;
+            trainer.set_whole(&name, &elements)?;
         }
         Ok(())
     }

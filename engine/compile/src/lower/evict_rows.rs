@@ -14,8 +14,9 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
 use gapless_alloc::{Label, Role};
-use gapless_graph::ops::{Collective, Group};
+use gapless_graph::ops::Collective;
 use gapless_graph::{Graph, Node, NodeId, Phase, ValueId};
+use gapless_parallel::Axes;
 
 use super::dynamic_rows::RowCounts;
 use super::rematerialize::Occurrence;
@@ -133,7 +134,7 @@ impl Lowerer<'_> {
         let buffer = self.program.add(size_of::<f32>() as u64, label, BufferKind::Temporary);
         let flag = Operand::scalar(buffer);
         let request = self.program.add_request();
-        let sum = InstrKind::Collective(Collective::AllReduce { group: Group::Experts }, request);
+        let sum = InstrKind::Collective(Collective::AllReduce { axes: Axes::EXPERTS }, request);
         let summed = Operand { overwritten_by: Some(0), ..flag.clone() };
         for (work, inputs, outputs) in [
             (InstrKind::Vote(count), vec![], vec![flag.clone()]),

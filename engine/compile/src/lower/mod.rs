@@ -369,7 +369,7 @@ impl<'a> Lowerer<'a> {
     }
 
     fn constant(&mut self, init: Init, name: String, given: Option<Arc<[f64]>>, value: &Value) -> BufferId {
-        let fill = Initializer { init, name: name.clone(), first: 0, given };
+        let fill = Initializer { given, ..Initializer::whole(init, name.clone(), value.spec.dims()) };
         let label = Label { tensor: name, op: String::new(), layer: String::new(), role: Role::Input };
         self.program.add(value.spec.bytes(), label, BufferKind::Persistent { fill, spec: value.spec.clone() })
     }

@@ -11,13 +11,12 @@ use candle_core::DType;
 use gapless_alloc::Role;
 use gapless_graph::{Culprit, Sequences, Spec, Tensor, cache_obstacle};
 
-use super::record::Trace;
+use super::record::{Held, Trace};
 use super::{Build, CheckpointLayout, CompiledStep, Logits, RankPlan, StepOptions, evaluation, forward};
 use crate::Executable;
 use crate::error::{Error, Result};
 use crate::link::compile;
-use crate::lowering::{Output, Target};
-use crate::partition::ParameterStages;
+use crate::lowering::Target;
 use crate::passes::dump;
 use crate::program::{BufferKind, Program};
 
@@ -112,11 +111,10 @@ impl Generation {
         target: Target,
         (name, tokens, window): (&str, usize, usize),
     ) -> Result<Program> {
-        let (trace, logits) = self.trace(build, options, ranks, (self.batch, tokens), window)?;
+        let (mut trace, logits) = self.trace(build, options, ranks, (self.batch, tokens), window)?;
         let logits = if tokens == 1 { logits } else { one_of_each(&trace, &logits)? };
         let logits = logits.contiguous()?.to_dtype(DType::F32)?;
-        let outputs = [Output::everywhere("logits", logits.id())];
-        forward(&trace, name, &outputs, ranks, &ParameterStages::new(), target)
+        forward(&mut trace, name, &[("logits", logits.id())], (options, ranks), &Held::default(), target)
     }
 }
 
@@ -179,9 +177,9 @@ pub fn compile_inference(
     ranks: &RankPlan,
     target: Target,
 ) -> Result<(Executable, CompiledStep)> {
-    let stages = ParameterStages::new();
-    let logits = Logits::record(build, options, ranks, &stages, target)?;
-    let mut programs = vec![evaluation(build, options, ranks, &stages, target)?];
+    let held = Held::default();
+    let logits = Logits::record(build, options, ranks, &held, target)?;
+    let mut programs = vec![evaluation(build, options, ranks, &held, target)?];
     let (generation, uncached) = cached(build, options, ranks, target, &logits)?;
     let Logits { program, vocabulary, causality, obstacle: _ } = logits;
     programs.extend(if generation.is_empty() { vec![program] } else { generation });

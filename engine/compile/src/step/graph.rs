@@ -8,7 +8,7 @@
 use std::sync::MutexGuard;
 
 use gapless_graph::Graph;
-use gapless_parallel::Action;
+use gapless_parallel::{Action, Coordinate, Mesh};
 
 use super::record::TrainStep;
 use super::{Build, RankPlan, StepOptions, can_be_twice, choose_recomputation, policy, record};
@@ -28,13 +28,17 @@ impl StepGraph {
     /// graphs. The text contains neither the order of the schedule nor which values are recomputed, compressed or
     /// offloaded.
     pub fn key(options: &StepOptions) -> String {
-        let StepOptions { batch, micro_batches, sequence, documents, precision, mesh, memory, .. } = options;
+        let StepOptions {
+            batch, micro_batches, sequence, sequence_parallel, documents, precision, mesh, memory, ..
+        } = options;
         let StepOptions { trainable, loss, preference, optimizer, update, pipeline, keep_gradients, .. } = options;
         let (stages, cut) = (options.stages(), &pipeline.cut);
         format!(
-            "{batch} {micro_batches} {sequence} {documents} {precision:?} {stages} {cut:?} {} {} {trainable:?} {loss:?} {preference:?} {optimizer:?} {update:?} \
+            "{batch} {micro_batches} {sequence} {sequence_parallel} {documents} {precision:?} {stages} {cut:?} {:?} {trainable:?} {loss:?} {preference:?} {optimizer:?} {update:?} \
              {:?} {} {keep_gradients}",
-            mesh.data, mesh.expert, memory.overflow, memory.release_gradients
+            Mesh { pipeline: 1, ..*mesh },
+            memory.overflow,
+            memory.release_gradients
         )
     }
 
@@ -107,7 +111,7 @@ impl StepGraph {
             let why = format!("rank {rank} is not one of a pipeline of {} ranks", options.mesh.pipeline);
             return Err(Error::config("rank", why, "count the pipeline's ranks from 0"));
         }
-        Ok(rank * options.mesh.expert)
+        Ok(options.mesh.rank(Coordinate { pipeline: rank, ..Coordinate::default() }))
     }
 
     fn lower(&self, options: &StepOptions, ranks: &RankPlan, target: Target) -> Result<Program> {

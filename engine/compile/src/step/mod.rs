@@ -12,6 +12,7 @@ mod options;
 mod overflow;
 mod ranks;
 mod record;
+mod shard;
 #[cfg(test)]
 mod split_reference;
 pub mod text;
@@ -22,7 +23,7 @@ use std::collections::{BTreeSet, HashMap};
 use candle_core::{D, DType};
 use gapless_alloc::{Role, lower_bound};
 use gapless_graph::nn::VarBuilder;
-use gapless_graph::{Causality, Culprit, LossPart, Model, SequenceLoss, cache_obstacle, causality};
+use gapless_graph::{Causality, Culprit, LossPart, Model, SequenceLoss, ValueId, cache_obstacle, causality};
 use gapless_parallel::{Kind, StageId};
 
 pub use self::generation::{Generation, compile_inference};
@@ -30,7 +31,7 @@ pub use self::graph::StepGraph;
 pub use self::options::{MemoryOptions, ParameterGroup, Precision, StepOptions, UpdateOptions};
 pub use self::overflow::Overflow;
 pub use self::ranks::{Pipeline, RankPlan, Share};
-use self::record::{Trace, TrainStep};
+use self::record::{Held, Trace, TrainStep};
 pub use self::update::{CheckpointLayout, Shard};
 use crate::Executable;
 use crate::error::{Error, Result};
@@ -38,7 +39,7 @@ use crate::lifetimes::lifetimes;
 use crate::link::{compile, height};
 use crate::lower::{alive_nodes, lower};
 use crate::lowering::{Lowering, Output, Target};
-use crate::partition::{ParameterStages, partition_like};
+use crate::partition::partition_like;
 use crate::passes::dump;
 use crate::program::{BufferKind, Program};
 use crate::recompute::{RematPlan, Resolving, stages_that_recompute_twice};
@@ -140,8 +141,8 @@ pub fn compile_step(
     // The graph of the training step: the forward, its stages, its gradients, the update.
     let step = record(build, options, ranks)?;
     // Two programs of the forward alone, with parameters on the same ranks as in the training step.
-    let evaluate = evaluation(build, options, ranks, &step.stages, target)?;
-    let logits = Logits::record(build, options, ranks, &step.stages, target)?;
+    let evaluate = evaluation(build, options, ranks, &step.held, target)?;
+    let logits = Logits::record(build, options, ranks, &step.held, target)?;
     // The programs that continue sequences. Their caches share memory with the activations of the training step.
     let (generation, uncached) = generation::cached(build, options, ranks, target, &logits)?;
     let Logits { program: logits, vocabulary, causality, obstacle: _ } = logits;
@@ -154,7 +155,7 @@ pub fn compile_step(
     let train = step.lower(ranks, target, &recomputation)?;
     let programs: Vec<Program> = [train, evaluate, logits].into_iter().chain(generation).collect();
     programs.iter().for_each(|program| dump("compile", program));
-    if ranks.mesh.pipeline > 1 || ranks.mesh.expert > 1 {
+    if ranks.mesh.pipeline > 1 || ranks.mesh.expert > 1 || ranks.mesh.tensor > 1 {
         expect_same_parameters(&programs)?;
     }
     // Lifetimes, the plan, its check, and addresses.
@@ -209,6 +210,7 @@ fn record(build: &Build<'_>, options: &StepOptions, ranks: &RankPlan) -> Result<
     let text = step.graph().to_string();
     step.model = blake3::hash(text.as_bytes()).to_hex()[..16].to_owned();
     step.differentiate(options)?;
+    step.shard(options, ranks)?;
     step.update(options, ranks)?;
     dump("graph", &*step.graph());
     Ok(step)
@@ -283,18 +285,17 @@ fn evaluation(
     build: &Build<'_>,
     options: &StepOptions,
     ranks: &RankPlan,
-    stages: &ParameterStages,
+    held: &Held,
     target: Target,
 ) -> Result<Program> {
-    let (trace, model) = Trace::new(build, options, ranks, (options.evaluation_batch(), options.sequence), false)?;
+    let (mut trace, model) = Trace::new(build, options, ranks, (options.evaluation_batch(), options.sequence), false)?;
     if options.preference.is_some() {
         trace.lock().set_sequence_loss(SequenceLoss::LogLikelihoods);
     }
     let loss = trace.loss(&*model, options.documents, false)?;
     let log_likelihoods = trace.lock().log_likelihoods();
-    let log_likelihoods = log_likelihoods.map(|id| Output::everywhere(LOG_LIKELIHOODS, id));
-    let outputs: Vec<Output> = [Output::everywhere("loss", loss.id())].into_iter().chain(log_likelihoods).collect();
-    forward(&trace, "evaluate", &outputs, ranks, stages, target)
+    let named = [Some(("loss", loss.id())), log_likelihoods.map(|id| (LOG_LIKELIHOODS, id))];
+    forward(&mut trace, "evaluate", &named.into_iter().flatten().collect::<Vec<_>>(), (options, ranks), held, target)
 }
 
 /// The forward of one sequence.
@@ -310,14 +311,8 @@ struct Logits {
 }
 
 impl Logits {
-    fn record(
-        build: &Build<'_>,
-        options: &StepOptions,
-        ranks: &RankPlan,
-        stages: &ParameterStages,
-        target: Target,
-    ) -> Result<Self> {
-        let (trace, model) = Trace::new(build, options, ranks, (1, options.sequence), false)?;
+    fn record(build: &Build<'_>, options: &StepOptions, ranks: &RankPlan, held: &Held, target: Target) -> Result<Self> {
+        let (mut trace, model) = Trace::new(build, options, ranks, (1, options.sequence), false)?;
         let logits = model.forward(&trace.tokens, false)?;
         let vocabulary = logits.dim(D::Minus1)?.min(trace.smallest_table());
         let (causality, obstacle) = {
@@ -325,28 +320,34 @@ impl Logits {
             (causality(&graph, tokens, logits.id()), cache_obstacle(&graph, tokens, logits.id()))
         };
         let logits = logits.contiguous()?.to_dtype(DType::F32)?;
-        let outputs = [Output::everywhere("logits", logits.id())];
-        let program = forward(&trace, "logits", &outputs, ranks, stages, target)?;
+        let program = forward(&mut trace, "logits", &[("logits", logits.id())], (options, ranks), held, target)?;
         Ok(Self { program, vocabulary, causality, obstacle })
     }
 }
 
-/// Returns a program of the forward alone, partitioned into the same stages as the training step.
+/// Returns a program of the forward alone, with the same stages and the same parts of parameters as the training step.
 fn forward(
-    trace: &Trace,
+    trace: &mut Trace,
     name: &str,
-    outputs: &[Output],
-    ranks: &RankPlan,
-    stages: &ParameterStages,
+    outputs: &[(&str, ValueId)],
+    (options, ranks): (&StepOptions, &RankPlan),
+    held: &Held,
     target: Target,
 ) -> Result<Program> {
-    partition_like(&mut trace.lock(), stages);
+    partition_like(&mut trace.lock(), &held.stages);
+    let sharded = ranks.sharing(options).map(|sharing| {
+        let ids: Vec<ValueId> = outputs.iter().map(|&(_, id)| id).collect();
+        trace.shard(&sharing, &ids, &[], Some(&held.windows))
+    });
+    let sharded = sharded.transpose()?;
+    let id_of = |id| sharded.as_ref().map_or(id, |sharded| sharded.value(id));
+    let outputs: Vec<Output> = outputs.iter().map(|&(name, id)| Output::everywhere(name, id_of(id))).collect();
     lower(&Lowering {
         name,
         graph: &trace.lock(),
         table: &ranks.forward_table(),
         rank: ranks.at.pipeline,
-        outputs,
+        outputs: &outputs,
         roles: &HashMap::new(),
         recomputation: &RematPlan::default(),
         evicts: false,

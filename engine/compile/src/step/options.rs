@@ -34,6 +34,9 @@ pub struct StepOptions {
     pub sequence: usize,
     /// The number format of parameters, activations, gradients and optimizer states.
     pub precision: Precision,
+    /// Whether tensor ranks divide the tokens between operations on split tensors (sequence parallelism): norms, residuals
+    /// and dropout then hold 1/t of the tokens on each of t ranks. More is sent, in parts that take the same time.
+    pub sequence_parallel: bool,
     /// The number of ranks along each axis of parallelism.
     #[serde(skip)]
     pub mesh: Mesh,
@@ -75,7 +78,7 @@ pub struct StepOptions {
     pub keep_gradients: bool,
     /// The caches with which sequences are continued. The caches share memory with the training step. Without caches,
     /// each new token takes a forward pass over the token's whole window. Caches are not used on GPUs, nor with several
-    /// pipeline or expert ranks.
+    /// pipeline, expert or tensor ranks.
     #[serde(skip)]
     pub generation: Option<Generation>,
 }
@@ -308,6 +311,7 @@ impl Default for StepOptions {
             micro_batches: 1,
             sequence: 256,
             precision: Precision::default(),
+            sequence_parallel: false,
             mesh: Mesh::default(),
             pipeline: Pipeline::default(),
             memory: MemoryOptions::default(),
@@ -401,7 +405,7 @@ impl StepOptions {
     /// Returns the caches for generation. Returns `None` if no caches are set, or if the mesh has several pipeline or
     /// expert ranks.
     pub fn caches(&self) -> Option<&Generation> {
-        let is_supported = self.mesh.pipeline == 1 && self.mesh.expert == 1;
+        let is_supported = self.mesh.pipeline == 1 && self.mesh.expert == 1 && self.mesh.tensor == 1;
         self.generation.as_ref().filter(|_| is_supported)
     }
 
@@ -473,6 +477,8 @@ impl StepOptions {
             ("mesh.data", mesh.data, Self::MAX_EXTENT),
             ("mesh.pipeline", mesh.pipeline, Self::MAX_EXTENT),
             ("mesh.expert", mesh.expert, Self::MAX_EXTENT),
+            ("mesh.context", mesh.context, Self::MAX_EXTENT),
+            ("mesh.tensor", mesh.tensor, Self::MAX_EXTENT),
             ("pipeline.chunks", self.pipeline.chunks, Self::MAX_EXTENT),
         ];
         if let Some((key, extent, most)) = extents.into_iter().find(|(_, extent, most)| !(1..=*most).contains(extent)) {
@@ -480,6 +486,18 @@ impl StepOptions {
                 0 => Error::config(key, "is 0", "set it to at least 1"),
                 _ => Error::config(key, format!("is {extent}, above the maximum of {most}"), "choose a smaller value"),
             });
+        }
+        if mesh.context > 1 {
+            let why = format!("is {}, but ranks cannot share the tokens of a sequence yet", mesh.context);
+            return Err(Error::config("mesh.context", why, "set it to 1, and use mesh.data or mesh.tensor"));
+        }
+        if mesh.tensor > 1 && mesh.expert > 1 {
+            let why = format!("is {}, with {} expert ranks", mesh.tensor, mesh.expert);
+            return Err(Error::config("mesh.tensor", why, "divide the experts by columns alone: set mesh.expert to 1"));
+        }
+        if self.sequence_parallel && mesh.tensor == 1 {
+            let why = "there is one tensor rank";
+            return Err(Error::config("step.sequence_parallel", why, "set mesh.tensor, or leave it out"));
         }
         if batch.saturating_mul(*sequence) > Self::MAX_TOKENS {
             let why = format!(

@@ -145,16 +145,6 @@ impl RankPlan {
         Ok(Self { mesh, at: mesh.coordinate(rank), stages, table })
     }
 
-    /// Returns the number of ranks that have the same stages. Each of them has a share of the batch.
-    pub fn batch_ranks(&self) -> usize {
-        self.mesh.data * self.mesh.expert
-    }
-
-    /// Returns the index of this rank among the ranks that have the same stages.
-    pub fn batch_rank(&self) -> usize {
-        self.at.data * self.mesh.expert + self.at.expert
-    }
-
     /// Returns a table of actions with only the forward of one micro-batch.
     pub fn forward_table(&self) -> Vec<Vec<Action>> {
         let forward = |row: &Vec<Action>| {

@@ -1,6 +1,6 @@
 //! Records the graph of a training step in stages: forward, partition, autodiff, update.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use candle_core::DType;
@@ -8,8 +8,8 @@ use gapless_alloc::Role;
 use gapless_graph::autodiff::differentiate_in;
 use gapless_graph::nn::VarBuilder;
 use gapless_graph::optim::ParameterInfo;
-use gapless_graph::{Graph, Model, Phase, Place, SequenceLoss, Sequences, Spec, Tensor, ValueId, lock};
-use gapless_parallel::StageId;
+use gapless_graph::{Graph, Model, Phase, Place, SequenceLoss, Sequences, Spec, Tensor, ValueId, Window, lock};
+use gapless_parallel::{Axes, StageId};
 
 use super::update::{CheckpointLayout, Parameter, Recorded, Update};
 use super::{
@@ -22,6 +22,15 @@ use crate::lowering::{Lowering, Output, Target};
 use crate::partition::{ParameterStages, parameter_stages, partition};
 use crate::program::Program;
 use crate::recompute::RematPlan;
+
+/// What the ranks hold of the model.
+#[derive(Debug, Default)]
+pub(super) struct Held {
+    /// The stages that read each parameter.
+    pub stages: ParameterStages,
+    /// The part of each persistent tensor of the forward that this rank holds, if ranks divide tensors.
+    pub windows: BTreeMap<String, Window>,
+}
 
 /// The graph of a training step. It is recorded in stages, each of which builds on the earlier ones.
 #[derive(Debug)]
@@ -36,8 +45,8 @@ pub(super) struct TrainStep {
     roles: HashMap<ValueId, Role>,
     /// Number of trained parameters over all ranks.
     pub parameters: u64,
-    /// The stages that read each parameter.
-    pub stages: ParameterStages,
+    /// What the ranks hold of the model.
+    pub held: Held,
     /// The tensors that ranks keep between steps.
     pub layout: CheckpointLayout,
     /// Names of the watched values that the step outputs.
@@ -52,7 +61,7 @@ impl TrainStep {
     /// Records the forward of a micro-batch.
     pub fn forward(build: &Build<'_>, options: &StepOptions, ranks: &RankPlan) -> Result<Self> {
         let _span = tracing::info_span!("forward").entered();
-        let parts = options.micro_batches * ranks.batch_ranks();
+        let parts = options.parts();
         let (trace, model) = Trace::new(build, options, ranks, (options.batch / parts, options.sequence), true)?;
         trace.lock().set_loss_terms(options.loss);
         if let Some(preference) = options.preference {
@@ -70,7 +79,7 @@ impl TrainStep {
             outputs: Vec::new(),
             roles: HashMap::new(),
             parameters: 0,
-            stages: ParameterStages::new(),
+            held: Held::default(),
             layout: CheckpointLayout::default(),
             watched: Vec::new(),
             model: String::new(),
@@ -81,14 +90,14 @@ impl TrainStep {
     /// Assigns each forward node to a stage.
     pub fn partition(&mut self, options: &StepOptions, ranks: &RankPlan) -> Result<()> {
         partition(&mut self.trace.lock(), ranks.stages, &options.pipeline.cut)?;
-        self.stages = parameter_stages(&self.trace.lock());
+        self.held.stages = parameter_stages(&self.trace.lock());
         Ok(())
     }
 
     /// Records the gradient of every parameter, on the rank that updates it.
     pub fn differentiate(&mut self, options: &StepOptions) -> Result<()> {
         let _span = tracing::info_span!("autodiff").entered();
-        let Self { trace, stages, .. } = self;
+        let Self { trace, held: Held { stages, .. }, .. } = self;
         // A sum over several micro-batches loses more to rounding, so the optimizer may choose a wider type for the
         // sum.
         let several = options.micro_batches > 1;
@@ -112,11 +121,31 @@ impl TrainStep {
             let summands = gradient.summands.iter().map(|&id| trace.tensor(id));
             let total = summands.map(Ok).reduce(|a, b| a?.add(&b?)).expect("a gradient has a summand")?;
             let gradient = total.reshape(parameter.dims().to_vec())?;
-            let shared = trace.lock().shared(parameter.id()).cloned();
-            let dims = shared.as_ref().unwrap_or(parameter.shape()).dims().to_vec();
-            let shared = shared.is_some();
-            self.gradients.push(Parameter { name, tensor: parameter, dims, shared, gradient, owner });
+            let window = trace.lock().window(parameter.id());
+            let held = if window.is_whole() { Axes::NONE } else { Axes::EXPERTS };
+            let dims = window.whole_dims().to_vec();
+            self.gradients.push(Parameter { name, tensor: parameter, dims, held, gradient, owner });
         }
+        Ok(())
+    }
+
+    /// Replaces the graph by that of this rank, if ranks divide tensors.
+    pub fn shard(&mut self, options: &StepOptions, ranks: &RankPlan) -> Result<()> {
+        let Some(sharing) = ranks.sharing(options) else { return Ok(()) };
+        let Self { trace, loss, gradients, .. } = self;
+        let outputs: Vec<ValueId> = [vec![loss.id()], trace.reported(loss.id())].concat();
+        let pairs: Vec<(ValueId, ValueId)> = gradients.iter().map(|p| (p.tensor.id(), p.gradient.id())).collect();
+        let sharded = trace.shard(&sharing, &outputs, &pairs, None)?;
+        *loss = trace.tensor(sharded.value(loss.id()));
+        for parameter in gradients {
+            let part = sharded.value(parameter.tensor.id());
+            (parameter.tensor, parameter.gradient) =
+                (trace.tensor(part), trace.tensor(sharded.value(parameter.gradient.id())));
+            if !sharded.windows[&parameter.name].is_whole() {
+                parameter.held = parameter.held | sharing.axes;
+            }
+        }
+        self.held.windows = sharded.windows;
         Ok(())
     }
 
@@ -153,14 +182,15 @@ impl TrainStep {
     /// Adds to the layout the persistent tensors that the forward reads and that no update changes.
     fn keep_frozen(&self, update: &Update<'_>, layout: &mut CheckpointLayout) {
         let graph = self.trace.lock();
-        for (id, name) in graph.persistent().filter(|(_, name)| self.stages.contains_key(*name)) {
+        for (id, name) in graph.persistent().filter(|(_, name)| self.held.stages.contains_key(*name)) {
             if !layout.shapes.contains_key(name) {
-                let here = &graph.value(id).spec;
-                let whole = graph.shared(id).unwrap_or(&here.shape);
-                layout.shapes.insert(name.to_owned(), whole.dims().to_vec());
+                let window = graph.window(id);
+                layout.shapes.insert(name.to_owned(), window.whole_dims().to_vec());
                 layout.frozen.insert(name.to_owned());
-                if graph.shared(id).is_some() {
-                    layout.parts.insert(name.to_owned(), update.share(here.elements()));
+                if !window.is_whole() {
+                    let is_split = self.held.windows.get(name).is_some_and(|window| !window.is_whole());
+                    let axes = if is_split { Axes::TENSOR } else { Axes::EXPERTS };
+                    layout.parts.insert(name.to_owned(), update.kept_part(axes, window));
                 }
             }
         }

@@ -13,13 +13,13 @@ use std::sync::Arc;
 use candle_core::DType;
 use gapless_alloc::Role;
 use gapless_graph::nn::{Init, names};
-use gapless_graph::ops::{Collective, Contiguous, Group};
+use gapless_graph::ops::{Collective, Contiguous};
 use gapless_graph::optim::{
     GlobalNorm, Optimizer, ParameterInfo, ParameterUpdate, SCALARS, SquaredNorms, State, StateInit, WeightAverage,
 };
 use gapless_graph::{Error, Result};
-use gapless_graph::{LossPart, Place, Spec, Tensor, ValueId};
-use gapless_parallel::StageId;
+use gapless_graph::{LossPart, Place, Spec, Tensor, ValueId, Window};
+use gapless_parallel::{Axes, Axis, StageId};
 
 use super::record::Trace;
 use super::{LIMITS_INPUT, RankPlan, StepOptions};
@@ -31,8 +31,8 @@ pub(super) struct Parameter {
     pub tensor: Tensor,
     /// Extents of the whole parameter.
     pub dims: Vec<usize>,
-    /// Whether `tensor` is this expert rank's share of the parameter.
-    pub shared: bool,
+    /// The axes of the mesh along which each rank holds another part of the parameter.
+    pub held: Axes,
     /// The gradient, summed over this rank's micro-batches.
     pub gradient: Tensor,
     /// The stage whose ranks update the parameter.
@@ -68,16 +68,23 @@ struct Inputs {
     scalars: Vec<Tensor>,
 }
 
-/// The part of a parameter that a rank holds, and the part that the rank updates.
+/// The part of a parameter that a rank holds, and the part that the rank updates. Along axes that are in neither set, all
+/// ranks hold and update the same elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-enum Ownership {
-    /// The rank holds and updates the whole parameter, like all other ranks that hold it.
-    Whole,
-    /// The rank holds the whole parameter, and updates one part of it. The other parts are updated by the other ranks
-    /// that share the batch.
-    OfBatch,
-    /// The rank holds and updates a share of the parameter. The other shares are on the other expert ranks.
-    OfExperts,
+struct Ownership {
+    /// The axes along which each rank holds another part of the parameter.
+    held: Axes,
+    /// The axes along which each rank updates another part of what it holds.
+    updated: Axes,
+}
+
+impl Ownership {
+    const WHOLE: Self = Self { held: Axes::NONE, updated: Axes::NONE };
+
+    /// Returns the axes along which each rank updates another part of the parameter.
+    fn axes(self) -> Axes {
+        self.held | self.updated
+    }
 }
 
 /// Roles of the states that an update declares.
@@ -106,11 +113,11 @@ impl CheckpointLayout {
     }
 }
 
-/// A contiguous part of a flattened tensor.
-#[derive(Debug, Clone, Copy)]
+/// The part of a tensor that a rank keeps.
+#[derive(Debug, Clone)]
 pub struct Shard {
-    /// Index of the first element.
-    pub first: usize,
+    /// The elements of the part.
+    pub window: Window,
     /// Whether this rank is the first of the ranks that have this part.
     pub is_first_copy: bool,
 }
@@ -130,7 +137,7 @@ impl Update<'_> {
         let place = self.trace.lock().place_of(loss.id()).unwrap_or_default();
         self.place(place);
         let mean = loss.affine(share, 0.0)?;
-        self.all_reduce(&mean, Group::Batch)
+        self.all_reduce(&mean, Axes::BATCH)
     }
 
     /// Returns one term of the loss of the whole batch, or `None` if the loss has no such term. Each stage adds its own
@@ -147,7 +154,7 @@ impl Update<'_> {
         for (place, summands) in stages {
             self.place(place);
             if let Some(sum) = sum(summands)? {
-                means.push(self.all_reduce(&sum.affine(share, 0.0)?, Group::Batch)?);
+                means.push(self.all_reduce(&sum.affine(share, 0.0)?, Axes::BATCH)?);
             }
         }
         self.place(Place::Everywhere);
@@ -159,7 +166,7 @@ impl Update<'_> {
         let place = self.trace.lock().place_of(value.id()).unwrap_or_default();
         self.place(place);
         let [total] = Tensor::apply_op(Contiguous, &[value])?;
-        self.all_reduce(&total, Group::Batch)
+        self.all_reduce(&total, Axes::BATCH)
     }
 
     /// Records the update of all parameters.
@@ -201,8 +208,10 @@ impl Update<'_> {
         let Parameter { name, tensor: here, .. } = target.parameter;
         layout.shapes.insert(name.clone(), target.info.dims.to_vec());
         layout.stages.insert(name.clone(), target.parameter.owner);
-        if target.part == Ownership::OfExperts {
-            layout.parts.insert(name.clone(), self.kept_part(target.part, here.elem_count()));
+        let Ownership { held, updated: split } = target.part;
+        let window = self.trace.lock().window(here.id());
+        if !window.is_whole() {
+            layout.parts.insert(name.clone(), self.kept_part(held, window));
         }
         let mut states = target.rule.states(&target.info);
         let average = self.options.update.average.filter(|_| !target.is_own);
@@ -214,9 +223,9 @@ impl Update<'_> {
         let states = states.collect::<Result<Vec<_>>>()?;
         let of_rule = &states[..states.len() - usize::from(average.is_some())];
         let parameter = match target.part {
-            Ownership::Whole => here.clone(),
-            Ownership::OfBatch => self.shard_of(here)?,
-            Ownership::OfExperts => here.reshape(here.elem_count())?,
+            Ownership::WHOLE => here.clone(),
+            _ if split == Axes::NONE => here.reshape(here.elem_count())?,
+            _ => self.shard_of(here, split)?,
         };
         let updated = target.rule.update(ParameterUpdate {
             parameter: &parameter,
@@ -229,8 +238,9 @@ impl Update<'_> {
         if let Some((decay, average)) = average.zip(states.last()) {
             Tensor::apply_op::<1>(WeightAverage { decay }, &[average, &updated, &inputs.norm])?;
         }
-        if target.part == Ownership::OfBatch {
-            Tensor::apply_op::<1>(Collective::Refill { ranks: self.ranks(target.part) }, &[here, &updated])?;
+        if split != Axes::NONE {
+            let refill = Collective::Refill { axes: split, ranks: self.plan.mesh.size(split) };
+            Tensor::apply_op::<1>(refill, &[here, &updated])?;
         }
         Ok(())
     }
@@ -251,17 +261,16 @@ impl Update<'_> {
         }
         layout.shapes.insert(state.clone(), spec.dims().to_vec());
         layout.stages.insert(state.clone(), *owner);
-        let own = self.part_of_state(&state, spec, target.part)?;
-        if target.part != Ownership::Whole {
-            layout.parts.insert(state.clone(), self.kept_part(target.part, own.elements()));
+        let (own, window) = self.part_of_state(&state, spec, target)?;
+        if !window.is_whole() {
+            layout.parts.insert(state.clone(), self.kept_part(target.part.axes(), window.clone()));
         }
         let id = match init {
-            StateInit::Init(init) => self.trace.lock().add_persistent(&state, own, init)?,
+            StateInit::Init(init) => self.trace.lock().add_part(&state, own, init, window)?,
             StateInit::Parameter => {
-                let skip = if target.part == Ownership::OfBatch { layout.parts[&state].first } else { 0 };
                 let mut graph = self.trace.lock();
-                let id = graph.add_persistent(&state, own, Init::Const(0.0))?;
-                graph.initialize_from(id, here.id(), skip);
+                let id = graph.add_part(&state, own, Init::Const(0.0), window)?;
+                graph.initialize_from(id, here.id());
                 layout.copies.entry(name.clone()).or_default().push(state.clone());
                 id
             }
@@ -297,14 +306,14 @@ impl Update<'_> {
 
     fn target<'p>(&self, parameter: &'p Parameter, looked_up: &HashSet<ValueId>) -> Result<UpdateTarget<'p>> {
         self.place(Place::Stage(parameter.owner));
-        let Parameter { name, tensor, gradient, dims, shared, .. } = parameter;
+        let Parameter { name, tensor, dims, .. } = parameter;
         let (looked_up, masters) = (looked_up.contains(&tensor.id()), self.options.precision.has_masters());
         let ([head, vectors], dtype) = (self.trace.marks(tensor.id()), tensor.dtype());
         let parameter_info = ParameterInfo { name, dims, dtype, looked_up, head, vectors, masters };
         let own = self.trace.lock().optimizer_of(tensor.id()).cloned();
         let (is_own, group) = (own.is_some(), self.options.update.group_of(name));
         let rule = own.unwrap_or_else(|| self.options.rule_of(name).clone());
-        let (gradient, part) = self.reduced_gradient(gradient, &parameter_info, &*rule, *shared)?;
+        let (gradient, part) = self.reduced_gradient(parameter, &parameter_info, &*rule)?;
         let gradient = match self.options.update.max_value.filter(|_| !is_own) {
             Some(most) => gradient.clamp(-most, most)?,
             None => gradient,
@@ -316,34 +325,36 @@ impl Update<'_> {
     /// updates.
     fn reduced_gradient(
         &self,
-        gradient: &Tensor,
-        parameter: &ParameterInfo<'_>,
+        Parameter { tensor, gradient, held, .. }: &Parameter,
+        info: &ParameterInfo<'_>,
         rule: &dyn Optimizer,
-        is_shared: bool,
     ) -> Result<(Tensor, Ownership)> {
-        let divides = |ranks: usize| {
-            rule.shard_granularity(parameter)
-                .is_some_and(|grain| parameter.elements().is_multiple_of(ranks.saturating_mul(grain)))
-        };
-        if is_shared {
-            if !divides(self.ranks(Ownership::OfExperts)) {
-                let why = format!("it cannot update a part of {}, which expert ranks share", parameter.name);
-                return Err(Error::config("optimizer", why, "use AdamW, or one expert rank"));
+        let grain = rule.shard_granularity(info);
+        let window = self.trace.lock().window(tensor.id());
+        if !window.is_whole() {
+            // Blocks of the whole parameter's elements are blocks of the part, if each run of elements has whole blocks.
+            let divides =
+                |grain| window.runs().all(|run| run.start.is_multiple_of(grain) && run.end.is_multiple_of(grain));
+            if !grain.is_some_and(divides) {
+                let why = format!("it cannot update a part of {}, which {held:?} ranks share", info.name);
+                return Err(Error::config("optimizer", why, "use AdamW, or one rank along these axes"));
             }
-            let gradient = match self.plan.mesh.data {
-                1 => gradient.clone(),
-                _ => self.all_reduce(&self.own(gradient)?, Group::Replicas)?,
-            };
-            return Ok((gradient.reshape(gradient.elem_count())?, Ownership::OfExperts));
         }
-        match self.ranks(Ownership::OfBatch) {
-            1 => Ok((gradient.clone(), Ownership::Whole)),
-            ranks if divides(ranks) && parameter.elements() / ranks >= SMALLEST_PART => {
-                let [part] = Tensor::apply_op(Collective::ReduceScatter { ranks }, &[gradient])?;
-                Ok((part, Ownership::OfBatch))
-            }
-            _ => Ok((self.all_reduce(&self.own(gradient)?, Group::Batch)?, Ownership::Whole)),
+        // The batch is shared by the ranks that hold the same part.
+        let batch = Axes::BATCH & !*held;
+        let ranks = self.plan.mesh.size(batch);
+        let part = Ownership { held: *held, updated: batch };
+        // The ranks that hold other parts must come to the same answer, so uneven parts are not divided further.
+        let is_even = window.elements() * self.plan.mesh.size(*held) == info.elements();
+        let divides = |grain: usize| is_even && window.elements().is_multiple_of(ranks.saturating_mul(grain));
+        let is_large = window.elements() / ranks >= SMALLEST_PART;
+        if ranks > 1 && !held.contains(Axis::Expert) && is_large && grain.is_some_and(divides) {
+            let [sum] = Tensor::apply_op(Collective::ReduceScatter { axes: batch, ranks }, &[gradient])?;
+            return Ok((sum, part));
         }
+        let sum = if ranks > 1 { self.all_reduce(&self.own(gradient)?, batch)? } else { gradient.clone() };
+        let sum = if *held == Axes::NONE { sum } else { sum.reshape(sum.elem_count())? };
+        Ok((sum, Ownership { updated: Axes::NONE, ..part }))
     }
 
     /// Returns a copy of a gradient. A sum in place needs a tensor of its own, because two parameters may have the same
@@ -365,16 +376,13 @@ impl Update<'_> {
         for ((owner, part, _), gradients) in groups {
             self.place(Place::Stage(owner));
             let [own] = Tensor::apply_op(SquaredNorms, &gradients)?;
-            let (group, ranks) = match part {
-                Ownership::Whole => {
-                    squares.push(own);
-                    continue;
+            squares.push(match part {
+                Ownership::WHOLE => own,
+                _ => {
+                    let gather = Collective::AllGather { axes: part.axes(), ranks: self.ranks(part) };
+                    Tensor::apply_op::<1>(gather, &[&own]).map(|[all]| all)?
                 }
-                Ownership::OfBatch => (Group::Batch, self.ranks(part)),
-                Ownership::OfExperts => (Group::Experts, self.ranks(part)),
-            };
-            let [all] = Tensor::apply_op(Collective::AllGather { group, ranks }, &[&own])?;
-            squares.push(all);
+            });
         }
         self.place(Place::Everywhere);
         let [norm] = Tensor::apply_op(GlobalNorm, &squares.iter().collect::<Vec<_>>())?;
@@ -382,57 +390,50 @@ impl Update<'_> {
         norm.add(&loss.affine(0.0, 0.0)?)
     }
 
-    /// Returns the shape and type of this rank's part of a state.
-    fn part_of_state(&self, name: &str, whole: Spec, part: Ownership) -> Result<Spec> {
-        let ranks = self.ranks(part);
-        if part == Ownership::Whole {
-            return Ok(whole);
+    /// Returns the shape, the type and the window of this rank's part of a state.
+    fn part_of_state(&self, name: &str, whole: Spec, target: &UpdateTarget<'_>) -> Result<(Spec, Window)> {
+        let &RankPlan { mesh, at, .. } = self.plan;
+        let mut window = self.trace.lock().window(target.parameter.tensor.id());
+        let updated = target.part.updated;
+        if updated != Axes::NONE {
+            let (part, index) = (window.elements() / mesh.size(updated), mesh.index(at, updated));
+            window = window.range(index * part..(index + 1) * part);
         }
-        if !whole.elements().is_multiple_of(ranks) {
+        let Some(window) = window.scaled(whole.dims()) else {
+            let ranks = self.ranks(target.part);
             let why = format!("{name} has {} elements, which {ranks} ranks cannot share equally", whole.elements());
             let remedy = "let Optimizer::shard_granularity return the elements of a part, or None";
             return Err(Error::config("optimizer", why, remedy));
-        }
-        Ok(Spec { shape: (whole.elements() / ranks).into(), dtype: whole.dtype })
+        };
+        let own = if window.is_whole() { whole } else { whole.in_shape(window.elements()) };
+        Ok((own, window))
     }
 
-    /// Returns a copy of this rank's part of a parameter that the rank holds as a whole.
-    fn shard_of(&self, whole: &Tensor) -> Result<Tensor> {
-        let part = whole.elem_count() / self.ranks(Ownership::OfBatch);
-        let view = whole.reshape(whole.elem_count())?.narrow(0, self.plan.batch_rank() * part, part)?;
+    /// Returns a copy of the part of a tensor that this rank updates, if each rank along these axes updates another part.
+    fn shard_of(&self, whole: &Tensor, axes: Axes) -> Result<Tensor> {
+        let &RankPlan { mesh, at, .. } = self.plan;
+        let part = whole.elem_count() / mesh.size(axes);
+        let view = whole.reshape(whole.elem_count())?.narrow(0, mesh.index(at, axes) * part, part)?;
         self.own(&view)
     }
 
-    /// Returns the number of ranks among which a parameter is divided, which is 1 for a parameter that is not divided.
+    /// Returns the number of ranks among which the update of a parameter is divided.
     fn ranks(&self, part: Ownership) -> usize {
-        match part {
-            Ownership::Whole => 1,
-            Ownership::OfBatch => self.plan.batch_ranks(),
-            Ownership::OfExperts => self.plan.mesh.expert,
-        }
+        self.plan.mesh.size(part.axes())
     }
 
-    /// Returns the location of this rank's part, which has `elements` elements.
-    fn kept_part(&self, part: Ownership, elements: usize) -> Shard {
-        match part {
-            Ownership::Whole | Ownership::OfBatch => {
-                Shard { first: self.plan.batch_rank() * elements, is_first_copy: true }
-            }
-            Ownership::OfExperts => self.share(elements),
-        }
-    }
-
-    /// Returns the location of this expert rank's share, which has `elements` elements.
-    pub fn share(&self, elements: usize) -> Shard {
-        Shard { first: self.plan.at.expert * elements, is_first_copy: self.plan.at.data == 0 }
+    /// Returns a part of a tensor as a checkpoint stores it. Along `axes`, each rank keeps another part.
+    pub fn kept_part(&self, axes: Axes, window: Window) -> Shard {
+        let &RankPlan { mesh, at, .. } = self.plan;
+        Shard { window, is_first_copy: mesh.index(at, !(axes | Axes::PIPELINE)) == 0 }
     }
 
     /// Sums a value over the ranks of a group, in place. If the group has only one rank, returns the value unchanged.
-    fn all_reduce(&self, x: &Tensor, group: Group) -> Result<Tensor> {
-        if group == Group::Batch && self.plan.batch_ranks() == 1 {
+    fn all_reduce(&self, x: &Tensor, axes: Axes) -> Result<Tensor> {
+        if self.plan.mesh.size(axes) == 1 {
             return Ok(x.clone());
         }
-        Tensor::apply_op::<1>(Collective::AllReduce { group }, &[x]).map(|[sum]| sum)
+        Tensor::apply_op::<1>(Collective::AllReduce { axes }, &[x]).map(|[sum]| sum)
     }
 
     fn place(&self, place: Place) {

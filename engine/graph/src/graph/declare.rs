@@ -3,8 +3,8 @@
 //! In: a name, a shape and a type. Out: a new value, or the existing value of that name. Never: two values with one
 //! name.
 
-use candle_core::{Layout, Shape};
-use gapless_kernels::Spec;
+use candle_core::Layout;
+use gapless_kernels::{Spec, Window};
 
 use super::{Graph, Source, ValueId};
 use crate::error::{Error, Result};
@@ -26,43 +26,58 @@ impl Graph {
             }
             return if made.dtype == spec.dtype { Ok(id) } else { Err(Error::TypeClash { name: name.into() }) };
         }
-        let fill = Initializer { init, name: name.into(), first: 0, given: None };
+        let fill = Initializer::whole(init, name, spec.dims());
         let id = self.push_value(spec, Source::Persistent { name: name.into(), fill });
         self.names.insert(name.into(), id);
         Ok(id)
     }
 
-    /// Declares this rank's share of the tensor `whole`, whose first dimension is divided into equal shares for `ranks`
-    /// ranks. `rank` is the index of this rank's share.
+    /// Declares this rank's part of a tensor: the elements of `window`, stored as `spec`.
     ///
     /// # Errors
-    /// Returns the errors of [`Self::add_persistent`].
-    pub fn add_share(&mut self, name: &str, whole: Spec, init: Init, (ranks, rank): (usize, usize)) -> Result<ValueId> {
-        let mut dims = whole.dims().to_vec();
-        dims[0] /= ranks;
-        let id = self.add_persistent(name, whole.in_shape(dims), init)?;
-        let elements = self.value(id).spec.elements();
-        if let Source::Persistent { fill, .. } = &mut self.values[id.index()].source {
-            fill.first = rank * elements;
+    /// Returns the errors of [`Self::add_persistent`], and [`Error::ParameterShape`] if `spec` has another number of
+    /// elements than the window.
+    pub fn add_part(&mut self, name: &str, spec: Spec, init: Init, window: Window) -> Result<ValueId> {
+        if spec.elements() != window.elements() {
+            let (asked, made) = (spec.shape, window.elements().into());
+            return Err(Error::ParameterShape { name: name.into(), asked, made });
         }
-        self.shares.insert(id, whole.shape);
+        let id = self.add_persistent(name, spec, init)?;
+        if let Source::Persistent { fill, .. } = &mut self.values[id.index()].source {
+            fill.window = window;
+        }
         Ok(id)
     }
 
-    /// Initializes the persistent tensor `id` with a range of the initial values of `parameter`. The range begins at
-    /// the parameter's element `skip`. The two tensors may have different types.
-    pub fn initialize_from(&mut self, id: ValueId, parameter: ValueId, skip: usize) {
+    /// Declares a tensor that outlives the step, with these initial values.
+    ///
+    /// # Errors
+    /// Returns the errors of [`Self::add_persistent`].
+    pub(crate) fn add_filled(&mut self, name: &str, spec: Spec, fill: Initializer) -> Result<ValueId> {
+        let id = self.add_persistent(name, spec, fill.init)?;
+        if let Source::Persistent { fill: made, .. } = &mut self.values[id.index()].source {
+            *made = fill;
+        }
+        Ok(id)
+    }
+
+    /// Initializes the persistent tensor `id` with the initial values of `parameter`. Both must be parts of tensors of
+    /// equal extents. They may be different parts, and may have different types.
+    pub fn initialize_from(&mut self, id: ValueId, parameter: ValueId) {
         let Source::Persistent { fill, .. } = &self.value(parameter).source else { return };
-        let like = Initializer { first: fill.first + skip, ..fill.clone() };
+        let like = fill.clone();
         if let Source::Persistent { fill, .. } = &mut self.values[id.index()].source {
-            *fill = like;
+            *fill = Initializer { window: fill.window.clone(), ..like };
         }
     }
 
-    /// If `id` is this expert rank's share of a tensor, returns the shape of the whole tensor. Returns `None` for any
-    /// other value.
-    pub fn shared(&self, id: ValueId) -> Option<&Shape> {
-        self.shares.get(&id)
+    /// Returns the part of a persistent tensor that this rank holds. For any other value, returns a window of the whole
+    /// value.
+    pub fn window(&self, id: ValueId) -> Window {
+        match &self.value(id).source {
+            Source::Persistent { fill, .. } => fill.window.clone(),
+            _ => Window::whole(self.value(id).spec.dims()),
+        }
     }
 
     /// Declares a tensor that the host writes. If an input of that name is already declared, returns it.

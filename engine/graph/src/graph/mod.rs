@@ -9,6 +9,7 @@
 //! [`Op::reads_strides`](crate::Op::reads_strides).
 
 mod apply;
+mod carry;
 mod check;
 mod declare;
 mod node;
@@ -17,7 +18,7 @@ mod value;
 use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use candle_core::{DType, Layout, Shape};
+use candle_core::{DType, Layout};
 use gapless_kernels::{LossTerms, Spec};
 
 use crate::error::{Error, Result};
@@ -118,8 +119,6 @@ pub struct Graph {
     phase: Option<Phase>,
     place: Place,
     random_places: u64,
-    /// For each tensor of which every expert rank holds a share, the shape of the whole tensor.
-    shares: HashMap<ValueId, Shape>,
     /// Update rules of parameters that are not updated by the optimizer.
     rules: HashMap<ValueId, Arc<dyn Optimizer>>,
     /// Parameters that are not trained.

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 
 use candle_core::{DType, Shape};
-use gapless_kernels::Spec;
+use gapless_kernels::{Spec, Window};
 
 use super::{Init, Lora, Trainable};
 use crate::error::{Error, Result};
@@ -84,7 +84,7 @@ impl VarBuilder {
     /// this name is already declared with another shape.
     pub fn get_share(&self, shape: impl Into<Shape>, name: &str) -> Result<Tensor> {
         let whole = Spec { shape: shape.into(), dtype: self.dtype };
-        let (ranks, _) = self.expert_ranks;
+        let (ranks, rank) = self.expert_ranks;
         let Some(experts) = whole.dims().first().copied().filter(|experts| experts.is_multiple_of(ranks)) else {
             let why = format!("{ranks} expert ranks cannot share {:?} of {:?} equally", whole.dims(), self.full(name));
             return Err(Error::config("mesh.expert", why, "choose a divisor of the number of experts"));
@@ -95,7 +95,13 @@ impl VarBuilder {
         let init = Init::Randn { mean: 0.0, stdev: 0.02 };
         let name = self.full(name);
         let mut graph = lock(&self.graph);
-        let id = graph.add_share(&name, whole, init, self.expert_ranks)?;
+        let share = experts / ranks;
+        let mut held: Vec<Vec<_>> = whole.dims().iter().map(|&extent| vec![0..extent]).collect();
+        held[0] = vec![rank * share..(rank + 1) * share];
+        let window = Window::of(whole.dims(), held);
+        let mut dims = whole.dims().to_vec();
+        dims[0] = share;
+        let id = graph.add_part(&name, whole.in_shape(dims), init, window)?;
         self.freeze(&mut graph, &name, id);
         drop(graph);
         Ok(Tensor::of(&self.graph, id))

@@ -21,6 +21,10 @@ impl Op for Affine {
         "affine"
     }
 
+    fn is_linear(&self) -> bool {
+        self.shift == 0.0
+    }
+
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
         super::expect_float(inputs)?;
         Ok(vec![inputs[0].clone()])

@@ -11,6 +11,7 @@ use gapless_kernels::cuda::launch::Scores;
 use super::is_positive_f32;
 use crate::error::Result;
 use crate::reference::{Array, Reference};
+use crate::shard::Rule;
 use crate::tensor::Tensor;
 use crate::{Gradient, Op};
 
@@ -86,6 +87,12 @@ impl Attention {
         }
     }
 
+    /// Returns the rule of these labels, in which `q` stands for the queries. In causal attention, the index of a query is
+    /// its position.
+    pub(super) fn labels(&self, text: String) -> Option<Rule> {
+        Some(Rule::Labels(if self.causal { text.replace('q', "Q") } else { text }.into()))
+    }
+
     /// The settings in the form that the CUDA kernels take.
     pub(super) fn scores(&self) -> Scores {
         let Self { scale, causal, window, cap } = *self;
@@ -96,6 +103,11 @@ impl Attention {
 impl Op for Attention {
     fn name(&self) -> &'static str {
         "attention"
+    }
+
+    fn rule(&self, inputs: &[Spec], _: &[Spec]) -> Option<Rule> {
+        let starts = if inputs.len() > 3 { ", b q" } else { "" };
+        self.labels(format!("b (h g) q D, b h K D, b h K E{starts} -> b q (h g) E, b (h g) q"))
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
@@ -316,6 +328,14 @@ pub(super) struct AttentionGrad {
 impl Op for AttentionGrad {
     fn name(&self) -> &'static str {
         "attention_grad"
+    }
+
+    fn rule(&self, inputs: &[Spec], _: &[Spec]) -> Option<Rule> {
+        let starts = if inputs.len() > 6 { ", b q" } else { "" };
+        self.attention.labels(format!(
+            "b (h g) q D, b h K D, b h K E, b q (h g) E, b (h g) q, b q (h g) E{starts} \
+             -> b q (h g) D, b K h D, b K h E"
+        ))
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {

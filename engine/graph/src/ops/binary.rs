@@ -49,6 +49,10 @@ impl Op for Binary {
         RowUse::InheritsRows
     }
 
+    fn is_linear(&self) -> bool {
+        matches!(self.kind, BinaryKind::Add | BinaryKind::Sub)
+    }
+
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
         super::expect_equal(inputs)?;
         Ok(vec![inputs[0].clone()])

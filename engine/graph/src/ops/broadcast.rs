@@ -1,10 +1,13 @@
 //! Broadcasting: dimensions repeated without a copy.
 
+use std::sync::Arc;
+
 use candle_core::{Layout, Shape};
-use gapless_kernels::Spec;
+use gapless_kernels::{Spec, Window};
 
 use super::{Sum, view_only};
 use crate::error::Result;
+use crate::shard::Rule;
 use crate::tensor::Tensor;
 use crate::{Gradient, Op};
 
@@ -31,6 +34,27 @@ impl Op for BroadcastAs {
 
     fn view(&self, input: &Layout) -> Option<Layout> {
         input.broadcast_as(self.shape.clone()).ok()
+    }
+
+    /// The dimensions that are not repeated belong together. A dimension that is repeated is a new one.
+    fn rule(&self, inputs: &[Spec], _: &[Spec]) -> Option<Rule> {
+        let (from, to) = (inputs[0].dims(), self.shape.dims());
+        let added = to.len() - from.len();
+        let output: String = ('a'..='z').take(to.len()).collect();
+        let kept = |(dim, label): (usize, char)| match from[dim] == to[added + dim] {
+            true => label,
+            false => '_',
+        };
+        let input: String = output.chars().skip(added).enumerate().map(kept).collect();
+        Some(Rule::Labels(format!("{input} -> {output}").into()))
+    }
+
+    fn on_parts(&self, _: &[Window], outputs: &[Window]) -> Option<Arc<dyn Op>> {
+        Some(Arc::new(Self { shape: outputs[0].dims().into() }))
+    }
+
+    fn is_linear(&self) -> bool {
+        true
     }
 
     fn gradient(&self, g: &mut Gradient) -> Result<()> {

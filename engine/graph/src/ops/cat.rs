@@ -6,6 +6,7 @@ use gapless_kernels::cpu::{Args, Float, InPieces, Pieces, row_of};
 
 use crate::error::Result;
 use crate::reference::{Array, Reference};
+use crate::shard::Rule;
 use crate::{Gradient, Op};
 
 /// The inputs concatenated along `dim`.
@@ -18,6 +19,14 @@ pub struct Cat {
 impl Op for Cat {
     fn name(&self) -> &'static str {
         "cat"
+    }
+
+    fn rule(&self, _: &[Spec], _: &[Spec]) -> Option<Rule> {
+        Some(Rule::Cat { dim: self.dim })
+    }
+
+    fn is_linear(&self) -> bool {
+        true
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {

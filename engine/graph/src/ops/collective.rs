@@ -3,6 +3,7 @@
 use gapless_communicator as communicator;
 use gapless_kernels::Spec;
 use gapless_kernels::cpu::Args;
+use gapless_parallel::Axes;
 
 use crate::error::Result;
 use crate::graph::FLOATS;
@@ -10,55 +11,51 @@ use crate::reference::{Array, Reference};
 use crate::tensor::Tensor;
 use crate::{Gradient, Op, RowUse};
 
-/// The ranks that take part in a collective. They all hold the same pipeline stages.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Group {
-    /// All ranks that process a share of the batch: data × expert ranks.
-    Batch,
-    /// The ranks of one copy of the model, among which its experts are divided.
-    Experts,
-    /// The ranks that hold the same experts.
-    Replicas,
-}
-
 /// A collective as a node of the graph. It has no kernel: lowering turns it into two instructions, a start and a wait,
-/// for the communicator.
+/// for the communicator. The ranks that take part are this rank's group along the axes `axes` of the mesh.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Collective {
     /// Sum of floats of any shape, in place.
     AllReduce {
-        /// The ranks that take part.
-        group: Group,
+        /// The axes of the group.
+        axes: Axes,
     },
-    /// Sum of floats over the ranks of [`Group::Batch`], of which each rank keeps its own part: ranks · n elements → n
-    /// elements.
+    /// Sum of floats of which each rank keeps its own part: ranks · n elements → n elements.
     ReduceScatter {
+        /// The axes of the group.
+        axes: Axes,
         /// Number of ranks.
         ranks: usize,
     },
     /// Concatenation of the parts of all ranks: n elements → ranks · n elements.
     AllGather {
-        /// The ranks that take part.
-        group: Group,
+        /// The axes of the group.
+        axes: Axes,
         /// Number of ranks.
         ranks: usize,
     },
     /// All-gather into an existing tensor. The inputs are a tensor of ranks · n elements and this rank's part of n
-    /// elements. The output is the tensor, overwritten with the parts of all ranks of [`Group::Batch`].
+    /// elements. The output is the tensor, overwritten with the parts of all ranks.
     Refill {
+        /// The axes of the group.
+        axes: Axes,
         /// Number of ranks.
         ranks: usize,
     },
-    /// Exchange of equal parts between the expert ranks: ranks · n elements → ranks · n elements. On rank i, part r of
+    /// Exchange of equal parts between the ranks: ranks · n elements → ranks · n elements. On rank i, part r of
     /// the output is part i of rank r's input.
     AllToAll {
+        /// The axes of the group.
+        axes: Axes,
         /// Number of ranks.
         ranks: usize,
     },
-    /// Exchange of rows between the expert ranks. The inputs are the rows [.., width], the offsets of the runs of rows
+    /// Exchange of rows between the ranks. The inputs are the rows [.., width], the offsets of the runs of rows
     /// to send, and the offsets of the runs to receive. The output is [rows, width]. Both offset tensors are [ranks ×
     /// runs + 1], with the same number of runs for each rank. Output rows after the last received row are zeros.
     AllToAllRows {
+        /// The axes of the group.
+        axes: Axes,
         /// Number of ranks.
         ranks: usize,
         /// The maximum number of rows received.
@@ -72,12 +69,15 @@ pub enum Collective {
 }
 
 impl Collective {
-    /// The ranks that take part.
-    pub fn group(self) -> Group {
+    /// Returns the axes of the group of ranks that take part.
+    pub fn axes(self) -> Axes {
         match self {
-            Self::AllReduce { group } | Self::AllGather { group, .. } => group,
-            Self::ReduceScatter { .. } | Self::Refill { .. } => Group::Batch,
-            Self::AllToAll { .. } | Self::AllToAllRows { .. } => Group::Experts,
+            Self::AllReduce { axes }
+            | Self::ReduceScatter { axes, .. }
+            | Self::AllGather { axes, .. }
+            | Self::Refill { axes, .. }
+            | Self::AllToAll { axes, .. }
+            | Self::AllToAllRows { axes, .. } => axes,
         }
     }
 
@@ -86,8 +86,11 @@ impl Collective {
     pub fn ranks(self) -> Option<usize> {
         match self {
             Self::AllReduce { .. } => None,
-            Self::ReduceScatter { ranks } | Self::Refill { ranks } | Self::AllToAll { ranks } => Some(ranks),
-            Self::AllGather { ranks, .. } | Self::AllToAllRows { ranks, .. } => Some(ranks),
+            Self::ReduceScatter { ranks, .. }
+            | Self::AllGather { ranks, .. }
+            | Self::Refill { ranks, .. }
+            | Self::AllToAll { ranks, .. }
+            | Self::AllToAllRows { ranks, .. } => Some(ranks),
         }
     }
 
@@ -155,12 +158,12 @@ impl Op for Collective {
                 Err(format!("a sum takes one of {FLOATS:?}, not {:?}", first.dtype))
             }
             Self::AllReduce { .. } => Ok(vec![first.clone()]),
-            Self::ReduceScatter { ranks } if first.elements().is_multiple_of(ranks) => {
+            Self::ReduceScatter { ranks, .. } if first.elements().is_multiple_of(ranks) => {
                 Ok(vec![flat(first.elements() / ranks)])
             }
             Self::AllGather { ranks, .. } => Ok(vec![flat(first.elements() * ranks)]),
-            Self::Refill { ranks } if first.elements() == inputs[1].elements() * ranks => Ok(vec![first.clone()]),
-            Self::AllToAll { ranks } if first.elements().is_multiple_of(ranks) => Ok(vec![first.clone()]),
+            Self::Refill { ranks, .. } if first.elements() == inputs[1].elements() * ranks => Ok(vec![first.clone()]),
+            Self::AllToAll { ranks, .. } if first.elements().is_multiple_of(ranks) => Ok(vec![first.clone()]),
             Self::AllToAllRows { ranks, rows, .. } => {
                 let &[_, width] = first.dims() else { return Err("the rows must be [rows, width]".into()) };
                 super::expect_ids("the starts of sent rows", &inputs[1])?;
@@ -170,7 +173,7 @@ impl Op for Collective {
                     false => Err(format!("the starts must have a multiple of {ranks} runs, one per rank")),
                 }
             }
-            Self::ReduceScatter { ranks } | Self::Refill { ranks } | Self::AllToAll { ranks } => {
+            Self::ReduceScatter { ranks, .. } | Self::Refill { ranks, .. } | Self::AllToAll { ranks, .. } => {
                 Err(format!("the elements do not divide into {ranks} equal parts"))
             }
         }
@@ -179,8 +182,9 @@ impl Op for Collective {
     /// The gradient of each row is sent back to the rank from which the row came.
     fn gradient(&self, g: &mut Gradient) -> Result<()> {
         match *self {
-            Self::AllToAllRows { ranks, receives_dynamic_rows, balanced, .. } => {
+            Self::AllToAllRows { axes, ranks, receives_dynamic_rows, balanced, .. } => {
                 let back = Self::AllToAllRows {
+                    axes,
                     ranks,
                     rows: g.input(0).dims()[0],
                     receives_dynamic_rows: !receives_dynamic_rows,
@@ -217,13 +221,13 @@ impl Op for Collective {
         let x = args.input(0);
         match *self {
             Self::AllReduce { .. } => vec![x.clone()],
-            Self::ReduceScatter { ranks } => {
+            Self::ReduceScatter { ranks, .. } => {
                 let part = x.data.len() / ranks;
                 vec![Array::new(&[part], x.data[..part].iter().map(|x| x * ranks as f64).collect())]
             }
             Self::AllGather { ranks, .. } => vec![Array::new(&[x.data.len() * ranks], x.data.repeat(ranks))],
-            Self::Refill { ranks } => vec![Array::new(&x.dims, args.input(1).data.repeat(ranks))],
-            Self::AllToAll { ranks } => {
+            Self::Refill { ranks, .. } => vec![Array::new(&x.dims, args.input(1).data.repeat(ranks))],
+            Self::AllToAll { ranks, .. } => {
                 vec![Array::new(&x.dims, x.data[..x.data.len() / ranks].repeat(ranks))]
             }
             Self::AllToAllRows { ranks, rows, .. } => {

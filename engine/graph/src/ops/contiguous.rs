@@ -18,6 +18,10 @@ impl Op for Contiguous {
         "contiguous"
     }
 
+    fn is_linear(&self) -> bool {
+        true
+    }
+
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
         super::expect_stored(&inputs[0])?;
         Ok(vec![inputs[0].clone()])

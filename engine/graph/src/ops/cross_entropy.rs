@@ -5,6 +5,7 @@ use gapless_kernels::{LossTerms, Spec};
 
 use crate::error::Result;
 use crate::reference::{Array, Reference};
+use crate::shard::Rule;
 use crate::tensor::Tensor;
 use crate::{Gradient, Op};
 
@@ -19,6 +20,10 @@ pub struct CrossEntropy {
 impl Op for CrossEntropy {
     fn name(&self) -> &'static str {
         "cross_entropy"
+    }
+
+    fn rule(&self, _: &[Spec], _: &[Spec]) -> Option<Rule> {
+        Some(Rule::labels("* V, * -> *, *"))
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
@@ -91,6 +96,10 @@ struct CrossEntropyGrad {
 impl Op for CrossEntropyGrad {
     fn name(&self) -> &'static str {
         "cross_entropy_grad"
+    }
+
+    fn rule(&self, _: &[Spec], _: &[Spec]) -> Option<Rule> {
+        Some(Rule::labels("* V, *, *, * -> * V"))
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {

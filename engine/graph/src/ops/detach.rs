@@ -5,6 +5,7 @@ use gapless_kernels::Spec;
 
 use super::view_only;
 use crate::Op;
+use crate::shard::Rule;
 
 /// A view that counts as a constant in the backward.
 #[derive(Debug, Clone, Copy)]
@@ -13,6 +14,14 @@ pub struct Detach;
 impl Op for Detach {
     fn name(&self) -> &'static str {
         "detach"
+    }
+
+    fn rule(&self, _: &[Spec], _: &[Spec]) -> Option<Rule> {
+        Some(Rule::labels("* -> *"))
+    }
+
+    fn is_linear(&self) -> bool {
+        true
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {

@@ -6,6 +6,7 @@ use gapless_kernels::cpu::{Args, InPieces, Pieces};
 
 use crate::error::Result;
 use crate::reference::{Array, Reference};
+use crate::shard::Rule;
 use crate::tensor::Tensor;
 use crate::{Gradient, Op};
 
@@ -20,6 +21,11 @@ pub struct Gather {
 impl Op for Gather {
     fn name(&self) -> &'static str {
         "gather"
+    }
+
+    fn rule(&self, inputs: &[Spec], _: &[Spec]) -> Option<Rule> {
+        let [x, ids] = labels(inputs[0].dims().len(), self.dim);
+        Some(Rule::Labels(format!("{x}, {ids} -> {ids}").into()))
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
@@ -90,6 +96,11 @@ impl Op for ScatterAdd {
         "scatter_add"
     }
 
+    fn rule(&self, inputs: &[Spec], _: &[Spec]) -> Option<Rule> {
+        let [x, ids] = labels(inputs[0].dims().len(), self.dim);
+        Some(Rule::Labels(format!("{ids}, {ids} -> {x}").into()))
+    }
+
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
         super::expect_ids("ids", &inputs[0])?;
         super::expect_float(&inputs[1..])?;
@@ -146,6 +157,14 @@ impl Op for ScatterAdd {
         }
         vec![out]
     }
+}
+
+/// Returns the labels of the elements and of the ids, which differ along `dim`.
+fn labels(rank: usize, dim: usize) -> [String; 2] {
+    ["E", "I"].map(|own| {
+        let label = |(index, label): (usize, char)| if index == dim { own.into() } else { label.to_string() };
+        ('a'..='z').take(rank).enumerate().map(label).collect()
+    })
 }
 
 /// The extents of the elements and of the ids along `dim`, and the distance between adjacent indices along `dim`, in

@@ -10,6 +10,7 @@ use gapless_kernels::cpu::{Args, InPieces, Pieces, vectorize, with_float};
 use super::OutputTypes;
 use crate::error::Result;
 use crate::reference::{Array, Reference};
+use crate::shard::Rule;
 use crate::tensor::Tensor;
 use crate::{Gradient, Op};
 
@@ -37,6 +38,14 @@ impl Op for Linear {
             return Err(format!("the bias must be [{out}]"));
         }
         Ok(vec![inputs[0].in_shape([rows, &[out]].concat())])
+    }
+
+    fn rule(&self, _: &[Spec], _: &[Spec]) -> Option<Rule> {
+        Some(Rule::labels(if self.has_bias { "* i, o i, o -> * o" } else { "* i, o i -> * o" }))
+    }
+
+    fn without_bias(&self) -> Option<(usize, Arc<dyn Op>)> {
+        self.has_bias.then(|| (2, Arc::new(Self { has_bias: false }) as Arc<dyn Op>))
     }
 
     fn gradient(&self, g: &mut Gradient) -> Result<()> {
@@ -134,6 +143,10 @@ impl LinearGradInput {
 impl Op for LinearGradInput {
     fn name(&self) -> &'static str {
         "linear_grad_input"
+    }
+
+    fn rule(&self, _: &[Spec], _: &[Spec]) -> Option<Rule> {
+        Some(Rule::labels("* o, o i -> * i"))
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
@@ -242,6 +255,10 @@ const COLUMNS: usize = 64;
 impl Op for LinearGradWeight {
     fn name(&self) -> &'static str {
         "linear_grad_weight"
+    }
+
+    fn rule(&self, _: &[Spec], _: &[Spec]) -> Option<Rule> {
+        Some(Rule::labels(if self.has_bias { "* i, * o -> o i, o[1]" } else { "* i, * o -> o i" }))
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {

@@ -7,6 +7,7 @@ use gapless_kernels::cpu::{Args, with_float};
 
 use crate::error::Result;
 use crate::reference::{Array, Reference};
+use crate::shard::Rule;
 use crate::{Gradient, Op};
 
 /// The product of [.., m, k] and [.., k, n], which is [.., m, n]. Leading dimensions must be equal. Transposed operands
@@ -17,6 +18,10 @@ pub struct MatMul;
 impl Op for MatMul {
     fn name(&self) -> &'static str {
         "matmul"
+    }
+
+    fn rule(&self, _: &[Spec], _: &[Spec]) -> Option<Rule> {
+        Some(Rule::labels("* m k, * k n -> * m n"))
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {

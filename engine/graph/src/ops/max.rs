@@ -7,6 +7,7 @@ use gapless_kernels::cpu::{Args, InPieces, Pieces, rows_per_task};
 use super::TopKGrad;
 use crate::error::Result;
 use crate::reference::{Array, Reference};
+use crate::shard::Rule;
 use crate::tensor::Tensor;
 use crate::{Gradient, Op};
 
@@ -18,6 +19,10 @@ pub struct Max;
 impl Op for Max {
     fn name(&self) -> &'static str {
         "max"
+    }
+
+    fn rule(&self, _: &[Spec], _: &[Spec]) -> Option<Rule> {
+        Some(Rule::labels("* W -> * _, * _"))
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {

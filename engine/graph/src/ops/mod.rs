@@ -49,7 +49,7 @@ pub use cache_write::CacheWrite;
 pub use cached_attention::CachedAttention;
 pub use cast::Cast;
 pub use cat::Cat;
-pub use collective::{Collective, Group};
+pub use collective::Collective;
 pub use compare::{Compare, Comparison};
 pub use compress::{Compress, Expand, packed};
 pub use contiguous::Contiguous;

@@ -1,12 +1,15 @@
 //! A range of one dimension, and its gradient, which pads the range with zeros.
 
+use std::sync::Arc;
+
 use candle_core::{Layout, Shape};
-use gapless_kernels::Spec;
 use gapless_kernels::cpu::{Args, InPieces, Pieces};
+use gapless_kernels::{Spec, Window};
 
 use super::view_only;
 use crate::error::Result;
 use crate::reference::{Array, Reference};
+use crate::shard::Rule;
 use crate::tensor::Tensor;
 use crate::{Gradient, Op};
 
@@ -45,6 +48,19 @@ impl Op for Narrow {
         input.narrow(self.dim, self.start, self.len).ok()
     }
 
+    fn rule(&self, _: &[Spec], _: &[Spec]) -> Option<Rule> {
+        Some(Rule::Narrow { dim: self.dim, start: self.start })
+    }
+
+    fn on_parts(&self, inputs: &[Window], outputs: &[Window]) -> Option<Arc<dyn Op>> {
+        let (start, len) = (inputs[0].held_below(self.dim, self.start), outputs[0].dims()[self.dim]);
+        Some(Arc::new(Self { start, len, ..*self }))
+    }
+
+    fn is_linear(&self) -> bool {
+        true
+    }
+
     fn gradient(&self, g: &mut Gradient) -> Result<()> {
         let extent = g.input(0).dims()[self.dim];
         let dy = g.grad(0);
@@ -79,6 +95,19 @@ impl Op for Widen {
         let mut dims = inputs[0].dims().to_vec();
         dims[self.dim] = self.extent;
         Ok(vec![inputs[0].in_shape(dims)])
+    }
+
+    fn rule(&self, _: &[Spec], _: &[Spec]) -> Option<Rule> {
+        Some(Rule::Widen { dim: self.dim, start: self.start })
+    }
+
+    fn on_parts(&self, _: &[Window], outputs: &[Window]) -> Option<Arc<dyn Op>> {
+        let (start, extent) = (outputs[0].held_below(self.dim, self.start), outputs[0].dims()[self.dim]);
+        Some(Arc::new(Self { start, extent, ..*self }))
+    }
+
+    fn is_linear(&self) -> bool {
+        true
     }
 
     fn gradient(&self, g: &mut Gradient) -> Result<()> {

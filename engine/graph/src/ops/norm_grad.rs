@@ -12,6 +12,7 @@ use gapless_kernels::cpu::{Args, InPieces, Pieces, reduce, rows_per_task, vector
 use super::OutputTypes;
 use crate::error::Result;
 use crate::reference::{Array, Reference};
+use crate::shard::Rule;
 use crate::tensor::Tensor;
 use crate::{Gradient, Op};
 
@@ -56,6 +57,10 @@ struct NormGradInput {
 impl Op for NormGradInput {
     fn name(&self) -> &'static str {
         "norm_grad_input"
+    }
+
+    fn rule(&self, _: &[Spec], _: &[Spec]) -> Option<Rule> {
+        Some(Rule::labels("* W, W, (*) _, * W -> * W"))
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
@@ -129,6 +134,10 @@ const COLUMNS: usize = 64;
 impl Op for NormGradWeight {
     fn name(&self) -> &'static str {
         "norm_grad_weight"
+    }
+
+    fn rule(&self, _: &[Spec], _: &[Spec]) -> Option<Rule> {
+        Some(Rule::labels("* w, (*) _, * w -> w, w[2]"))
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {

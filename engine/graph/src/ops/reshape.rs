@@ -1,10 +1,13 @@
 //! Reshaping: the same elements in another shape.
 
+use std::sync::Arc;
+
 use candle_core::{Layout, Shape};
-use gapless_kernels::Spec;
+use gapless_kernels::{Spec, Window};
 
 use super::view_only;
 use crate::error::Result;
+use crate::shard::Rule;
 use crate::{Gradient, Op};
 
 /// A view in another shape. If the strides of the input do not allow a view, the builder inserts a copy before it.
@@ -33,6 +36,18 @@ impl Op for Reshape {
 
     fn view(&self, input: &Layout) -> Option<Layout> {
         reshaped(input, &self.shape)
+    }
+
+    fn rule(&self, _: &[Spec], _: &[Spec]) -> Option<Rule> {
+        Some(Rule::Reshape)
+    }
+
+    fn on_parts(&self, _: &[Window], outputs: &[Window]) -> Option<Arc<dyn Op>> {
+        Some(Arc::new(Self { shape: outputs[0].dims().into() }))
+    }
+
+    fn is_linear(&self) -> bool {
+        true
     }
 
     fn gradient(&self, g: &mut Gradient) -> Result<()> {

@@ -10,6 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::Result;
 use crate::reference::{Array, Reference};
+use crate::shard::Rule;
 use crate::tensor::Tensor;
 use crate::{Gradient, Op};
 
@@ -123,6 +124,11 @@ impl Rope {
 impl Op for Rope {
     fn name(&self) -> &'static str {
         "rope"
+    }
+
+    /// Without positions, the index of a token is its position.
+    fn rule(&self, inputs: &[Spec], _: &[Spec]) -> Option<Rule> {
+        Some(Rule::labels(if inputs.len() > 1 { "b t h D, b t -> b t h D" } else { "b T h D -> b T h D" }))
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {

@@ -5,6 +5,7 @@ use gapless_kernels::cpu::{Args, InPieces, Pieces};
 
 use crate::error::Result;
 use crate::reference::{Array, Reference};
+use crate::shard::Rule;
 use crate::{Gradient, Op};
 
 /// scale · Σ x.
@@ -26,6 +27,14 @@ fn partial_sums(dims: &[usize]) -> usize {
 impl Op for ScaledSum {
     fn name(&self) -> &'static str {
         "scaled_sum"
+    }
+
+    fn rule(&self, _: &[Spec], _: &[Spec]) -> Option<Rule> {
+        Some(Rule::labels("* -> "))
+    }
+
+    fn is_linear(&self) -> bool {
+        true
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {

@@ -8,6 +8,7 @@ use super::Attention;
 use super::attention::AttentionGrad;
 use crate::error::Result;
 use crate::reference::{Array, Reference};
+use crate::shard::Rule;
 use crate::tensor::Tensor;
 use crate::{Gradient, Op};
 
@@ -27,6 +28,11 @@ pub struct SinkAttention(pub Attention);
 impl Op for SinkAttention {
     fn name(&self) -> &'static str {
         "sink_attention"
+    }
+
+    fn rule(&self, inputs: &[Spec], _: &[Spec]) -> Option<Rule> {
+        let starts = if inputs.len() > 6 { ", b q" } else { "" };
+        self.0.labels(format!("b q (h g) E, b (h g) q, (h g), b (h g) q D, b h K D, b h K E{starts} -> b q (h g) E[0]"))
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {

@@ -5,6 +5,7 @@ use gapless_kernels::cpu::{Args, InPieces, Pieces, math, reduce, rows_per_task, 
 
 use crate::error::Result;
 use crate::reference::{Array, Reference};
+use crate::shard::Rule;
 use crate::tensor::Tensor;
 use crate::{Gradient, Op};
 
@@ -15,6 +16,10 @@ pub struct Softmax;
 impl Op for Softmax {
     fn name(&self) -> &'static str {
         "softmax_last_dim"
+    }
+
+    fn rule(&self, _: &[Spec], _: &[Spec]) -> Option<Rule> {
+        Some(Rule::labels("* W -> * W"))
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
@@ -76,6 +81,10 @@ struct SoftmaxGrad;
 impl Op for SoftmaxGrad {
     fn name(&self) -> &'static str {
         "softmax_grad"
+    }
+
+    fn rule(&self, _: &[Spec], _: &[Spec]) -> Option<Rule> {
+        Some(Rule::labels("* W, * W -> * W"))
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {

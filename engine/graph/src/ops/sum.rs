@@ -6,6 +6,7 @@ use gapless_kernels::cpu::{Args, BLOCK, InPieces, Pieces, vectorize};
 
 use crate::error::Result;
 use crate::reference::{Array, Reference, layout_indices};
+use crate::shard::Rule;
 use crate::{Gradient, Op};
 
 /// Sum over `dims` (ascending), which are kept with extent 1.
@@ -32,6 +33,17 @@ impl Sum {
 impl Op for Sum {
     fn name(&self) -> &'static str {
         "sum"
+    }
+
+    fn rule(&self, inputs: &[Spec], _: &[Spec]) -> Option<Rule> {
+        let input: String = ('a'..='z').take(inputs[0].dims().len()).collect();
+        let kept = |(dim, label)| if self.dims.contains(&dim) { '_' } else { label };
+        let output: String = input.chars().enumerate().map(kept).collect();
+        Some(Rule::Labels(format!("{input} -> {output}").into()))
+    }
+
+    fn is_linear(&self) -> bool {
+        true
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {

@@ -5,6 +5,7 @@ use gapless_kernels::Spec;
 
 use super::view_only;
 use crate::error::Result;
+use crate::shard::Rule;
 use crate::{Gradient, Op};
 
 /// A view with two dimensions swapped.
@@ -29,6 +30,17 @@ impl Op for Transpose {
 
     fn view(&self, input: &Layout) -> Option<Layout> {
         input.transpose(self.dim1, self.dim2).ok()
+    }
+
+    fn rule(&self, inputs: &[Spec], _: &[Spec]) -> Option<Rule> {
+        let labels: String = ('a'..='z').take(inputs[0].dims().len()).collect();
+        let mut swapped: Vec<char> = labels.chars().collect();
+        swapped.swap(self.dim1, self.dim2);
+        Some(Rule::Labels(format!("{labels} -> {}", String::from_iter(swapped)).into()))
+    }
+
+    fn is_linear(&self) -> bool {
+        true
     }
 
     fn gradient(&self, g: &mut Gradient) -> Result<()> {

@@ -131,7 +131,7 @@ impl Tensor {
             return Ok(self.clone());
         }
         let key = self.next_random();
-        self.apply1(ops::Dropout { p, key })
+        self.apply1(ops::Dropout { p, key, part: None })
     }
 
     /// silu(self)·up (Shazeer, arXiv 2002.05202).

@@ -197,7 +197,11 @@ impl Tensor {
         })
     }
 
-    fn apply_shared(op: Arc<dyn Op>, inputs: &[&Self]) -> Result<Vec<Self>> {
+    /// Like [`Self::apply_op`], for an operation that is already shared, such as one that [`Op::on_parts`] returns.
+    ///
+    /// # Errors
+    /// Returns an error if the operation's shape rule rejects the inputs, or if there are no inputs.
+    pub fn apply_shared(op: Arc<dyn Op>, inputs: &[&Self]) -> Result<Vec<Self>> {
         let Some(Self { graph, .. }) = inputs.first() else {
             return Err(Error::msg(format!("{} has no inputs; give it at least one tensor", op.name())));
         };
@@ -308,7 +312,7 @@ impl Tensor {
         if self.rank() == 2 {
             self.expect_inside(ids, 0, "embedding")?;
         }
-        Self::apply_op::<1>(ops::Embedding { padding }, &[self, ids]).map(|[out]| out)
+        Self::apply_op::<1>(ops::Embedding { padding, first: 0 }, &[self, ids]).map(|[out]| out)
     }
 
     /// Layer normalisation over the last dimension (Ba et al., arXiv 1607.06450).

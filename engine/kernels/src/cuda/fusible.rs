@@ -33,6 +33,8 @@ pub enum Fusible {
     EmbeddingGrad {
         /// The id of padding, whose row gets no gradient; `None` if there is no padding.
         padding: Option<u32>,
+        /// The id of the table's first row.
+        first: u32,
     },
     /// The gradients of a normalization's weight and bias, from (x, statistics, dy). They can be computed in the same
     /// pass over the rows as the input gradient.
@@ -64,6 +66,12 @@ pub enum Constant {
     Number(f32),
     /// A `u64`.
     Bits(u64),
-    /// A sequence of random numbers, identified by a place in the model. The kernel constructs a `Numbers` from it.
-    Place(u64),
+    /// A sequence of random numbers. The kernel constructs a `Numbers` from it.
+    Place {
+        /// The place in the model.
+        key: u64,
+        /// The count of numbers per micro-batch, if the kernel computes a part of the elements that draw them. If it is
+        /// `None`, each element of the output draws one number.
+        elements: Option<u64>,
+    },
 }

@@ -298,11 +298,19 @@ impl Writer<'_> {
                 match *constant {
                     Constant::Number(x) => fields.push(&format!("f64 {name}"), [f64::from(x).to_bits()]),
                     Constant::Bits(bits) => fields.push(&format!("u64 {name}"), [bits]),
-                    Constant::Place(place) => {
+                    Constant::Place { key, elements } => {
                         fields.push(&format!("Random random_{name}"), [random.key, random.micro_batch]);
-                        fields.push(&format!("u64 {name}"), [place]);
+                        fields.push(&format!("u64 {name}"), [key]);
+                        let count = match elements {
+                            None => "count".to_owned(),
+                            Some(elements) => {
+                                let count = format!("count_{name}");
+                                fields.push(&format!("u64 {count}"), [elements]);
+                                count
+                            }
+                        };
                         let numbers =
-                            format!("const Numbers {name} = Numbers::at(to.random_{name}, to.{name}, to.count);");
+                            format!("const Numbers {name} = Numbers::at(to.random_{name}, to.{name}, to.{count});");
                         line(&mut set_up, 1, format_args!("{numbers}"));
                     }
                 }
@@ -355,7 +363,7 @@ impl Writer<'_> {
                     value += &match constants[index] {
                         Constant::Number(_) => format!("f32(to.c{member}_{index})"),
                         Constant::Bits(_) => format!("to.c{member}_{index}"),
-                        Constant::Place(_) => format!("c{member}_{index}"),
+                        Constant::Place { .. } => format!("c{member}_{index}"),
                     };
                 }
                 other => value.push(other),

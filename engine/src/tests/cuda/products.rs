@@ -8,8 +8,9 @@ use gapless_graph::{Numbers, Stream};
 
 use gapless_testing::few;
 
+use super::super::vocabulary_parts;
 use super::host;
-use super::judge::{Stored, check, judge, without_kernels};
+use super::judge::{Stored, check, check_forward, judge, without_kernels};
 use super::memory::{from_bf16, to_bf16};
 use crate::cuda::Product;
 use crate::cuda::launch::{Epilogue, Matrix, is_matrix};
@@ -241,5 +242,16 @@ fn heads_with_their_loss() {
             let inputs = [&x[0], &x[1], &ids[0], &weights];
             Tensor::apply_op::<3>(LinearCrossEntropy::new(Some(0.25)), &inputs)?[0].to_dtype(x[0].dtype())
         });
+    }
+}
+
+/// A head on parts of a vocabulary, with the statistics of all parts.
+#[test]
+fn heads_on_parts_of_a_vocabulary() {
+    if !host::is_there() {
+        return;
+    }
+    for (head, ids) in vocabulary_parts::heads() {
+        check_forward(&vocabulary_parts::SHAPES, ids, |x, ids| vocabulary_parts::head_on_parts(&*head, x, ids));
     }
 }

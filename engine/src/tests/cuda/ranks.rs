@@ -31,7 +31,7 @@ pub fn quick() -> TrainOptions {
 }
 
 pub fn mesh(data: usize, pipeline: usize, expert: usize) -> Mesh {
-    Mesh { data, pipeline, expert }
+    Mesh { data, pipeline, expert, ..Mesh::default() }
 }
 
 /// A rank's losses and norms, a validation loss, generated text, and the rank's parameters.

@@ -1,7 +1,7 @@
 //! Tests of the kernels in softmax.cu, rope.cu, embedding.cu and copy.cu, and of random noise.
 
 use candle_core::{DType, Layout};
-use gapless_graph::{Numbers, Stream};
+use gapless_graph::{Numbers, Stream, Window};
 
 use super::host;
 use super::judge::{Stored, check, judge};
@@ -75,8 +75,17 @@ fn chunks_of_a_head_become_their_gradient() {
             let (region, ids) = (Region::of(&logits, dtype), Region::of(&targets, DType::U32));
             let losses = Region::poisoned(rows, DType::F32);
             let operand = Operand { address: region.address(), layout: Layout::contiguous((rows, width)), dtype };
-            let of_rows =
-                HeadRows { targets: ids.address(), losses: losses.address(), likelihoods: 0, weights: 0, rest: None };
+            let of_rows = HeadRows {
+                targets: ids.address(),
+                losses: losses.address(),
+                likelihoods: 0,
+                weights: 0,
+                rest: None,
+                vocabulary: width as u64,
+                first_entry: 0,
+                gathered: None,
+                statistics: 0,
+            };
             for launch in head(&operand, of_rows, upstream, &terms, 0.0).unwrap() {
                 // SAFETY: the regions have these sizes.
                 unsafe { host::run(&launch, is_reversed) }.unwrap();
@@ -126,16 +135,19 @@ fn rows_of_a_table_and_their_gradient() {
     let many: Vec<u32> = (0..700).map(|i| i * i % 11).collect();
     // Places of several chunks, most of which have one id, and some spans with none of it.
     let most: Vec<u32> = (0..2600).map(|i| if i % 3 == 0 || (300..900).contains(&i) { i % 12 } else { 5 }).collect();
-    for (ids, dims, width) in [
-        (&[3u32, 0, 3, 7, 3, 9][..], &[2usize, 3][..], 5),
-        (&many, &[7, 100], 3),
-        (&[1, 2, 1], &[3], 2100),
-        (&most, &[2, 1300], 72),
-        (&most, &[2600], 7),
+    // The last cases look up a part of a table: some ids are before its first row or after its last one.
+    for (ids, dims, width, first, rows) in [
+        (&[3u32, 0, 3, 7, 3, 9][..], &[2usize, 3][..], 5, 0, 12),
+        (&many, &[7, 100], 3, 0, 12),
+        (&[1, 2, 1], &[3], 2100, 0, 12),
+        (&most, &[2, 1300], 72, 0, 12),
+        (&most, &[2600], 7, 0, 12),
+        (&[3, 0, 3, 7, 3, 9, 2, 5], &[2, 4], 16, 2, 6),
+        (&most, &[2600], 8, 4, 5),
     ] {
-        check(&["embedding", "embedding_grad"], &[&[12, width]], &[(dims, ids)], |x, ids| {
+        check(&["embedding", "embedding_grad"], &[&[rows, width]], &[(dims, ids)], |x, ids| {
             let padding = (ids[0].dims().len() > 1).then_some(3);
-            Tensor::apply_op::<1>(Embedding { padding }, &[&x[0], &ids[0]]).map(|[y]| y)
+            Tensor::apply_op::<1>(Embedding { padding, first }, &[&x[0], &ids[0]]).map(|[y]| y)
         });
     }
 }
@@ -178,7 +190,7 @@ fn gradients_of_a_table_know_nothing_of_micro_batches() {
                     random: Random { key: 0, micro_batch: 0 },
                     features: Features::default(),
                 };
-                for launch in embedding_grad(None, &operands).unwrap() {
+                for launch in embedding_grad(None, 0, &operands).unwrap() {
                     // SAFETY: the regions are of these extents.
                     unsafe { host::run(&launch, false) }.unwrap();
                 }
@@ -221,13 +233,21 @@ fn noise_is_the_cpus_bit_by_bit() {
     for shape in SHAPES {
         for p in [0.0, 0.1, 0.9] {
             check(&["dropout"], &[shape], &[], |x, _| {
-                Tensor::apply_op::<1>(Dropout { p, key: 5 }, &[&x[0]]).map(|[y]| y)
+                Tensor::apply_op::<1>(Dropout { p, key: 5, part: None }, &[&x[0]]).map(|[y]| y)
             });
         }
         check(&["jitter"], &[shape], &[], |x, _| {
-            Tensor::apply_op::<1>(Jitter { amount: 0.1, key: 9 }, &[&x[0]]).map(|[y]| y)
+            Tensor::apply_op::<1>(Jitter { amount: 0.1, key: 9, part: None }, &[&x[0]]).map(|[y]| y)
         });
     }
+    // Runs of a part that draws the numbers of the whole.
+    let part = Window::of(&[40, 300], vec![vec![3..40], vec![100..233]]).spread();
+    check(&["dropout"], &[&[37, 133]], &[], |x, _| {
+        Tensor::apply_op::<1>(Dropout { p: 0.5, key: 5, part }, &[&x[0]]).map(|[y]| y)
+    });
+    check(&["jitter"], &[&[37, 133]], &[], |x, _| {
+        Tensor::apply_op::<1>(Jitter { amount: 0.1, key: 9, part }, &[&x[0]]).map(|[y]| y)
+    });
     if !host::is_there() {
         return;
     }
@@ -237,7 +257,7 @@ fn noise_is_the_cpus_bit_by_bit() {
     let spec = [Spec::f32(count)];
     let stream = Stream::new(77, 123_456, 5);
     let numbers = stream.place(42, count);
-    let dropout = Dropout { p: 0.5, key: 42 };
+    let dropout = Dropout { p: 0.5, key: 42, part: None };
     assert!(judge(&dropout, std::slice::from_ref(&ones), &spec, &spec, stream));
     let got = super::judge::outputs(&dropout, &[ones], &spec, stream).remove(0);
     for (i, got) in got.into_iter().enumerate() {

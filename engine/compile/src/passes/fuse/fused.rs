@@ -87,9 +87,9 @@ impl Op for Fused {
     fn cuda(&self, operands: &Operands<'_>) -> Option<Vec<Launch>> {
         let launch = match self.members[0].op.cuda_fusible()? {
             Fusible::Product => Launch::Product(product::product(self, operands)?),
-            Fusible::EmbeddingGrad { padding } => {
+            Fusible::EmbeddingGrad { padding, first } => {
                 let rows = Operands { inputs: &operands.inputs[..2], ..*operands };
-                return launch::add_embedding_grad(padding, &rows);
+                return launch::add_embedding_grad(padding, first, &rows);
             }
             _ => {
                 let members = self.members.iter().map(|Member { op, inputs }| {

@@ -1,5 +1,7 @@
 //! Exchange of rows between the ranks that share the experts.
 
+use gapless_parallel::Axes;
+
 use super::Routing;
 use crate::error::{Error, Result};
 use crate::ops::{Collective, GroupedLinear, RoutedSwiGlu, RunLengths, RunStarts};
@@ -37,7 +39,7 @@ impl Routing {
             return Ok(Exchange { ranks, received: sent.clone(), sent, rows_sent, rows_received: rows_sent });
         }
         let [lengths] = Tensor::apply_op(RunLengths, &[&sent])?;
-        let [lengths] = Tensor::apply_op(Collective::AllToAll { ranks }, &[&lengths])?;
+        let [lengths] = Tensor::apply_op(Collective::AllToAll { axes: Axes::EXPERTS, ranks }, &[&lengths])?;
         let [received] = Tensor::apply_op(RunStarts, &[&lengths])?;
         Ok(Exchange { ranks, sent, received, rows_sent, rows_received: ranks * self.most_rows(ranks) })
     }
@@ -84,6 +86,7 @@ impl Exchange {
         }
         let rows_there = if to_experts { self.rows_received } else { self.rows_sent };
         let op = Collective::AllToAllRows {
+            axes: Axes::EXPERTS,
             ranks: self.ranks,
             rows: rows_there,
             receives_dynamic_rows: to_experts,

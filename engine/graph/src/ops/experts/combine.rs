@@ -7,6 +7,7 @@ use gapless_kernels::cpu::{Args, InPieces, Pieces, rows_per_task, vectorize};
 use super::NONE;
 use crate::error::Result;
 use crate::reference::{Array, Reference};
+use crate::shard::Rule;
 use crate::tensor::Tensor;
 use crate::{Gradient, Op};
 
@@ -18,6 +19,11 @@ pub struct Dispatch;
 impl Op for Dispatch {
     fn name(&self) -> &'static str {
         "dispatch"
+    }
+
+    fn rule(&self, inputs: &[Spec], _: &[Spec]) -> Option<Rule> {
+        let tokens = tokens(&inputs[0]);
+        Some(Rule::Labels(format!("{tokens} w, {tokens} K, R -> R w").into()))
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
@@ -83,6 +89,11 @@ impl Op for Combine {
         "combine"
     }
 
+    fn rule(&self, _: &[Spec], outputs: &[Spec]) -> Option<Rule> {
+        let tokens = tokens(&outputs[0]);
+        Some(Rule::Labels(format!("R w, {tokens} K, R -> {tokens} w").into()))
+    }
+
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
         crate::ops::expect_float(&inputs[..1])?;
         super::expect_places(&inputs[1], &inputs[2])?;
@@ -146,4 +157,10 @@ impl Op for Combine {
         }
         vec![out]
     }
+}
+
+/// Returns labels for the dimensions of x besides its width. Places and slots count tokens, so no rank may hold a part of
+/// them.
+fn tokens(x: &Spec) -> String {
+    ('A'..='J').take(x.dims().len() - 1).collect()
 }

@@ -7,6 +7,7 @@ use gapless_kernels::cpu::Args;
 use super::NONE;
 use crate::op::Op;
 use crate::reference::{Array, Reference};
+use crate::shard::Rule;
 
 /// For each token, the share of each expert in the choices of the token's document.
 ///
@@ -25,6 +26,10 @@ pub struct DocumentLoad {
 impl Op for DocumentLoad {
     fn name(&self) -> &'static str {
         "document_load"
+    }
+
+    fn rule(&self, _: &[Spec], _: &[Spec]) -> Option<Rule> {
+        Some(Rule::labels("b T K, b T -> b T E"))
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {

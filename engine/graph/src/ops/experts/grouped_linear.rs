@@ -13,6 +13,7 @@ use super::{RowRuns, exact_offsets, used_rows};
 use crate::error::Result;
 use crate::ops::OutputTypes;
 use crate::reference::{Array, Reference};
+use crate::shard::Rule;
 use crate::tensor::Tensor;
 use crate::{Gradient, Op, RowUse};
 
@@ -69,6 +70,10 @@ impl Op for GroupedLinear {
 
     fn rows(&self) -> RowUse {
         super::rows(2, self.balanced)
+    }
+
+    fn rule(&self, _: &[Spec], _: &[Spec]) -> Option<Rule> {
+        Some(Rule::labels("R i, E o i, S -> R o"))
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
@@ -170,6 +175,10 @@ impl Op for GroupedLinearGradInput {
         super::rows(2, self.balanced)
     }
 
+    fn rule(&self, _: &[Spec], _: &[Spec]) -> Option<Rule> {
+        Some(Rule::labels("R o, E o i, S -> R i"))
+    }
+
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
         let (_, _, width) = weight_dims(inputs[1].dims());
         Ok(vec![inputs[0].in_shape((inputs[0].dims()[0], width))])
@@ -258,6 +267,10 @@ impl Op for GroupedLinearGradWeight {
 
     fn rows(&self) -> RowUse {
         RowUse::FixedOutputs
+    }
+
+    fn rule(&self, _: &[Spec], _: &[Spec]) -> Option<Rule> {
+        Some(Rule::labels("R i, R o, S -> E o i"))
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {

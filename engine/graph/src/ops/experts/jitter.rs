@@ -1,9 +1,12 @@
 //! Multiplicative noise on a router's input.
 
-use gapless_kernels::Spec;
+use std::sync::Arc;
+
 use gapless_kernels::cpu::{Args, BLOCK, InPieces, Pieces, vectorize};
+use gapless_kernels::{Spec, Spread, Window};
 
 use crate::error::Result;
+use crate::ops::dropout::drawn_index;
 use crate::reference::{Array, Reference};
 use crate::tensor::Tensor;
 use crate::{Gradient, Op};
@@ -16,6 +19,8 @@ pub struct Jitter {
     pub amount: f64,
     /// Index of this operation among the random operations of the model, so that no two share random numbers.
     pub key: u64,
+    /// If x is a part of a tensor: the places of its elements. They get the factors that they have in the whole tensor.
+    pub part: Option<Spread>,
 }
 
 impl Jitter {
@@ -25,7 +30,7 @@ impl Jitter {
     /// Returns an error if the amount is outside [0, 1).
     pub fn apply(x: &Tensor, amount: f64) -> Result<Tensor> {
         let key = x.next_random();
-        Tensor::apply_op::<1>(Self { amount, key }, &[x]).map(|[y]| y)
+        Tensor::apply_op::<1>(Self { amount, key, part: None }, &[x]).map(|[y]| y)
     }
 }
 
@@ -42,6 +47,10 @@ impl Op for Jitter {
         Ok(vec![inputs[0].clone()])
     }
 
+    fn on_parts(&self, inputs: &[Window], _: &[Window]) -> Option<Arc<dyn Op>> {
+        Some(Arc::new(Self { part: inputs[0].spread(), ..*self }))
+    }
+
     fn gradient(&self, g: &mut Gradient) -> Result<()> {
         let [dx] = Tensor::apply_op(*self, &[&g.grad(0)])?;
         g.accumulate(0, dx);
@@ -51,26 +60,33 @@ impl Op for Jitter {
     fn run(&self, args: &mut Args<'_>) {
         let out = args.output::<f32>(0);
         let x = args.input::<f32>(0);
-        let numbers = args.random().place(self.key, out.len());
+        let spread = self.part.unwrap_or_else(|| Spread::whole(out.len()));
+        let numbers = args.random().place(self.key, spread.elements);
         let amount = self.amount as f32;
         out.pieces_mut(BLOCK).zip(x.pieces(BLOCK)).enumerate().for_each(|(block, (out, x))| {
-            vectorize!({
-                for (i, (y, &x)) in out.iter_mut().zip(x).enumerate() {
-                    *y = x * (1.0 + amount * (2.0 * numbers.uniform(block * BLOCK + i) - 1.0));
-                }
-            });
+            for (run, first) in spread.runs(block * BLOCK..block * BLOCK + out.len()) {
+                let pairs = out[run.clone()].iter_mut().zip(&x[run]).enumerate();
+                vectorize!({
+                    for (i, (y, &x)) in pairs {
+                        *y = x * (1.0 + amount * (2.0 * numbers.uniform(first + i) - 1.0));
+                    }
+                });
+            }
         });
     }
     fn cuda_fusible(&self) -> Option<gapless_kernels::cuda::Fusible> {
         use gapless_kernels::cuda::{Constant, Fusible};
-        let constants = vec![Constant::Place(self.key), Constant::Number(self.amount as f32)];
-        Some(Fusible::Each { outputs: vec!["jittered(%0, i, $0, %1)".into()], constants })
+        let elements = self.part.map(|part| part.elements as u64);
+        let mut constants = vec![Constant::Place { key: self.key, elements }, Constant::Number(self.amount as f32)];
+        let index = drawn_index(self.part, &mut constants);
+        Some(Fusible::Each { outputs: vec![format!("jittered(%0, {index}, $0, %1)")], constants })
     }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
         let x = args.input(0);
-        let numbers = args.random().place(self.key, x.data.len());
-        let noise = |i| 1.0 + self.amount * (2.0 * f64::from(numbers.uniform(i)) - 1.0);
+        let spread = self.part.unwrap_or_else(|| Spread::whole(x.data.len()));
+        let numbers = args.random().place(self.key, spread.elements);
+        let noise = |i| 1.0 + self.amount * (2.0 * f64::from(numbers.uniform(spread.index(i))) - 1.0);
         vec![Array::new(&x.dims, x.data.iter().enumerate().map(|(i, x)| x * noise(i)).collect())]
     }
 }

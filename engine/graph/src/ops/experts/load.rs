@@ -6,6 +6,7 @@ use gapless_kernels::cpu::Args;
 use super::{NONE, expect_routed, is_routed};
 use crate::op::Op;
 use crate::reference::{Array, Reference};
+use crate::shard::Rule;
 
 /// Counts how often each expert occurs in ids [.., tokens, k], as f32. The result is [batch, experts] with one count
 /// per sequence, or \[experts\] with one count for all sequences. [`NONE`] is not counted. There is no gradient.
@@ -20,6 +21,14 @@ pub struct ExpertLoad {
 impl Op for ExpertLoad {
     fn name(&self) -> &'static str {
         "expert_load"
+    }
+
+    fn rule(&self, inputs: &[Spec], _: &[Spec]) -> Option<Rule> {
+        Some(Rule::labels(match (self.by_sequence, inputs[0].dims().len()) {
+            (false, _) => "* K -> E",
+            (true, 3) => "b t K -> b E",
+            (true, _) => "t K -> _ E",
+        }))
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
@@ -100,6 +109,10 @@ impl Dropped {
 impl Op for Dropped {
     fn name(&self) -> &'static str {
         "unplaced"
+    }
+
+    fn rule(&self, inputs: &[Spec], _: &[Spec]) -> Option<Rule> {
+        Some(Rule::labels(if inputs.len() > 1 { "* K, * -> " } else { "* K -> " }))
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {

@@ -5,6 +5,7 @@ use gapless_kernels::cpu::{Args, InPieces, Pieces, math, reduce, rows_per_task};
 
 use crate::error::Result;
 use crate::reference::{Array, Reference};
+use crate::shard::Rule;
 use crate::{Gradient, Op};
 
 /// ln Σ eˣ over the last dimension, which is removed. Routers add the square of this value to the loss to keep their
@@ -15,6 +16,10 @@ pub struct LogSumExp;
 impl Op for LogSumExp {
     fn name(&self) -> &'static str {
         "log_sum_exp"
+    }
+
+    fn rule(&self, _: &[Spec], _: &[Spec]) -> Option<Rule> {
+        Some(Rule::labels("* W -> *"))
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {

@@ -7,6 +7,7 @@ use super::used_rows;
 use crate::error::Result;
 use crate::ops::unary::silu_derivative;
 use crate::reference::{Array, Reference};
+use crate::shard::Rule;
 use crate::tensor::Tensor;
 use crate::{Gradient, Op, RowUse};
 
@@ -28,6 +29,10 @@ impl Op for RoutedSwiGlu {
 
     fn rows(&self) -> RowUse {
         super::rows(3, self.balanced)
+    }
+
+    fn rule(&self, _: &[Spec], _: &[Spec]) -> Option<Rule> {
+        Some(Rule::labels("R w, R w, R _, S -> R w"))
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
@@ -113,6 +118,10 @@ impl Op for RoutedSwiGluGrad {
 
     fn rows(&self) -> RowUse {
         super::rows(3, self.balanced)
+    }
+
+    fn rule(&self, _: &[Spec], _: &[Spec]) -> Option<Rule> {
+        Some(Rule::labels("R w, R w, R _, S, R w -> R w, R w, R _"))
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {

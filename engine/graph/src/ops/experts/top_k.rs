@@ -6,6 +6,7 @@ use gapless_kernels::cpu::Args;
 use super::{ExpertLoad, NONE, expect_routed, is_routed};
 use crate::error::Result;
 use crate::reference::{Array, Reference};
+use crate::shard::Rule;
 use crate::tensor::Tensor;
 use crate::{Gradient, Op};
 
@@ -114,6 +115,12 @@ fn add(set: &mut [u64], i: usize) {
 impl Op for TopK {
     fn name(&self) -> &'static str {
         "top_k"
+    }
+
+    fn rule(&self, inputs: &[Spec], _: &[Spec]) -> Option<Rule> {
+        let (bias, routed) = Self::bias_and_routed(inputs.len(), |index| inputs[index].dims().len());
+        let (bias, routed) = (bias.map_or("", |_| ", E"), routed.map_or("", |_| ", *"));
+        Some(Rule::Labels(format!("* E{bias}{routed} -> * K, * K").into()))
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
@@ -230,6 +237,10 @@ pub(crate) struct TopKGrad {
 impl Op for TopKGrad {
     fn name(&self) -> &'static str {
         "top_k_grad"
+    }
+
+    fn rule(&self, _: &[Spec], _: &[Spec]) -> Option<Rule> {
+        Some(Rule::labels("* K, * K -> * E"))
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {

@@ -4,19 +4,48 @@ use std::collections::BTreeSet;
 use std::ops::Range;
 
 use candle_core::{DType, Layout};
-use gapless_kernels::Spec;
 use gapless_kernels::cpu::gemm::{Gemm, Strides};
 use gapless_kernels::cpu::scratch::for_each_of;
 use gapless_kernels::cuda::{
     self, Launch, Product,
     launch::{self, Matrix},
 };
+use gapless_kernels::{Spec, Window};
 
 use super::LossDefinition;
+use super::statistics::STATISTICS;
+
+/// The rows of the weight that a rank holds if ranks divide the vocabulary.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Part {
+    /// The vocabulary entry of the first row.
+    pub first: usize,
+    /// Number of entries of the whole vocabulary.
+    pub vocabulary: usize,
+}
+
+impl Part {
+    /// Returns the part of a rank that holds this window of the weight, or `None` if it holds all rows.
+    ///
+    /// # Panics
+    /// Panics if the rows are not one range.
+    pub fn of(weight: &Window) -> Option<Self> {
+        let (held, vocabulary) = (&weight.held()[0], weight.whole_dims()[0]);
+        let [rows] = &held[..] else { panic!("a rank holds one range of a vocabulary, not {held:?}") };
+        (rows.len() < vocabulary).then_some(Self { first: rows.start, vocabulary })
+    }
+
+    /// Returns the row of the weight for a vocabulary entry. The index exceeds the rows if another rank holds the row.
+    pub fn index(self, entry: u32) -> usize {
+        (entry as usize).wrapping_sub(self.first)
+    }
+}
 
 /// The products that a pass computes for every chunk: the logits, and the gradients that are needed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Products {
+    /// The statistics of all ranks are given and no gradient is needed.
+    None,
     Logits,
     Dx,
     Both,
@@ -33,12 +62,16 @@ impl Products {
 pub(super) struct HeadOperands<'a> {
     pub operands: &'a cuda::Operands<'a>,
     pub loss: LossDefinition,
-    /// Address to which the losses are written.
+    /// Address to which the losses are written; not used if statistics are written.
     pub losses: u64,
     /// Address to which the likelihoods are written; 0 if the likelihoods are not an output.
     pub likelihoods: u64,
     /// Address of the weights of the losses; 0 if the losses have no weights.
     pub weights: u64,
+    /// The statistics of all ranks, [ranks, rows, 4], if ranks divide the vocabulary.
+    pub gathered: Option<&'a cuda::Operand>,
+    /// Address to which the statistics of the logits are written; 0 if losses are computed.
+    pub statistics: u64,
 }
 
 /// Number of rows from which on the products of a chunk are as fast, per row, as one product of all rows. A sequence
@@ -62,13 +95,16 @@ const MULTIPROCESSORS: usize = 132;
 const ENTRIES: usize = 8;
 
 /// The division of rows into chunks. A chunk is either several whole sequences, or a piece of one sequence. The size of
-/// a piece depends only on the length of the sequence, the width and the vocabulary. So the order of summation does not
-/// depend on how a batch is divided into micro-batches.
+/// a piece depends only on the length of the sequence, the width and the whole vocabulary. So the order in which rows are
+/// added does not depend on how a batch is divided into micro-batches, and is the same on all ranks.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Chunks {
     pub rows: usize,
     pub width: usize,
+    /// Number of vocabulary entries for which there are rows of the weight.
     pub vocabulary: usize,
+    /// The place of these entries in the whole vocabulary.
+    pub part: Part,
     /// Distance between the rows of the gradients of a chunk's logits on the CPU, in elements of x. The rows of bf16 begin
     /// where the rows of f32 logits were.
     pitch: usize,
@@ -81,26 +117,28 @@ pub(super) struct Chunks {
 }
 
 impl Chunks {
-    /// The division of x with these dimensions, for a weight of `dtype` with these dimensions.
-    pub fn new(x: &[usize], weight: &[usize], dtype: DType) -> Self {
+    /// The division of x with these dimensions, for a weight of `dtype` with these dimensions, which is all of the weight
+    /// or a part.
+    pub fn new(x: &[usize], weight: &[usize], dtype: DType, part: Option<Part>) -> Self {
         let &[vocabulary, width] = weight else { unreachable!("rank 2 by the shape rule") };
         let rows = x.iter().product::<usize>() / width;
         let sequence = if x.len() > 2 { x[x.len() - 2] } else { rows };
         // Divides a sequence into enough pieces that the logits of one piece are no larger than the sequence's x, if
         // that leaves at least `ENOUGH_ROWS` rows per piece.
-        let pieces = vocabulary.div_ceil(width).min(sequence / ENOUGH_ROWS).max(1);
+        let part = part.unwrap_or(Part { first: 0, vocabulary });
+        let pieces = part.vocabulary.div_ceil(width).min(sequence / ENOUGH_ROWS).max(1);
         let block = if pieces > 1 { sequence } else { sequence * (ENOUGH_ROWS / sequence).max(1) };
         let pitch = vocabulary * size_of::<f32>() / dtype.size_in_bytes();
-        Self { rows, width, vocabulary, pitch, sequence, block, chunk: block.div_ceil(pieces) }
+        Self { rows, width, vocabulary, part, pitch, sequence, block, chunk: block.div_ceil(pieces) }
     }
 
-    pub fn of(inputs: &[Spec]) -> Self {
-        Self::new(inputs[0].dims(), inputs[1].dims(), inputs[1].dtype)
+    pub fn of(inputs: &[Spec], part: Option<Part>) -> Self {
+        Self::new(inputs[0].dims(), inputs[1].dims(), inputs[1].dtype, part)
     }
 
-    pub fn of_operands(operands: &cuda::Operands<'_>) -> Self {
+    pub fn of_operands(operands: &cuda::Operands<'_>, part: Option<Part>) -> Self {
         let [x, weight, ..] = operands.inputs else { unreachable!("a head has three inputs or more") };
-        Self::new(x.layout.dims(), weight.layout.dims(), weight.dtype)
+        Self::new(x.layout.dims(), weight.layout.dims(), weight.dtype, part)
     }
 
     pub fn ranges(self) -> impl Iterator<Item = Range<usize>> {
@@ -131,8 +169,11 @@ impl Chunks {
     }
 
     /// Returns the sizes in bytes of the pieces of scratch: the logits of a chunk, then the scratch of the products.
-    /// The scratch is large enough for each of the products.
+    /// The scratch is large enough for each of the products. It is empty if there are no products.
     pub fn scratch(&self, products: Products, threads: usize) -> Vec<u64> {
+        if products == Products::None {
+            return Vec::new();
+        }
         let products = |rows: usize| {
             let d_weight = (products == Products::Both).then(|| self.d_weight(rows));
             let dx = (products != Products::Logits).then(|| self.dx(rows));
@@ -192,6 +233,9 @@ impl Chunks {
     /// and, if there are remaining vocabulary entries, the logits of all rows for these entries. Gradients overwrite
     /// these logits.
     pub fn cuda_workspace(&self, dtype: DType, products: Products) -> Vec<u64> {
+        if products == Products::None {
+            return Vec::new();
+        }
         let &Self { width, vocabulary, .. } = self;
         let rows = self.cuda_chunk();
         let d_weight = (products == Products::Both).then_some((vocabulary, width));
@@ -206,7 +250,11 @@ impl Chunks {
     /// Returns the bytes of logits that the loss kernels move on a GPU. Each logit is read once for the maximum and the
     /// sum of its row. If gradients are computed, the logit is read again and overwritten.
     pub fn cuda_logit_bytes(&self, dtype: DType, products: Products) -> u64 {
-        let passes = if products == Products::Logits { 1 } else { 3 };
+        let passes = match products {
+            Products::None => 0,
+            Products::Logits => 1,
+            Products::Dx | Products::Both => 3,
+        };
         passes * (self.rows * self.vocabulary * dtype.size_in_bytes()) as u64
     }
 
@@ -215,11 +263,36 @@ impl Chunks {
     /// index of d_weight among the operation's outputs.
     pub fn launches(
         &self,
-        &HeadOperands { operands, loss: definition, losses, likelihoods, weights }: &HeadOperands<'_>,
+        head: &HeadOperands<'_>,
         backward: Option<(launch::Upstream<'_>, &[cuda::Operand])>,
         weight: usize,
     ) -> Option<Vec<Launch>> {
+        let &HeadOperands { operands, loss: definition, losses, likelihoods, weights, gathered, statistics } = head;
         let [x, weight_operand, targets, ..] = operands.inputs else { return None };
+        let of_rows = |first: usize| {
+            let at = |address: u64, bytes: usize| if address > 0 { address + (bytes * first) as u64 } else { 0 };
+            let gathered = gathered.map(|all| launch::Gathered {
+                address: at(all.address, 4 * STATISTICS),
+                ranks: all.layout.dims()[0] as u64,
+                distance: self.rows as u64,
+            });
+            launch::HeadRows {
+                targets: at(targets.address, 4),
+                losses: at(losses, 4),
+                likelihoods: at(likelihoods, 4),
+                weights: at(weights, 4),
+                rest: None,
+                vocabulary: self.part.vocabulary as u64,
+                first_entry: self.part.first as u64,
+                gathered,
+                statistics: at(statistics, 4 * STATISTICS),
+            }
+        };
+        let (terms, cap) = (&definition.terms, definition.cap.unwrap_or(0.0));
+        if gathered.is_some() && backward.is_none() {
+            let rows = cuda::Operand { address: losses, layout: Layout::contiguous((self.rows, 1)), dtype: DType::F32 };
+            return launch::head(&rows, of_rows(0), launch::Upstream::None, terms, cap);
+        }
         let (&[logits, scratch, ref others @ ..], dtype) = (operands.workspace, x.dtype) else { return None };
         let products = backward.map_or(Products::Logits, |(_, made)| Products::of_backward(made.len() > 1));
         let scratch = launch::scratch_in(scratch, self.cuda_workspace(dtype, products)[1]);
@@ -250,16 +323,10 @@ impl Chunks {
                 None => launch::Upstream::None,
             };
             let chunk = cuda::Operand { address: logits, layout, dtype };
-            let of_rows = |address: u64| if address > 0 { address + 4 * range.start as u64 } else { 0 };
             let rest = rest_of(range.start);
-            let rows = launch::HeadRows {
-                targets: of_rows(targets.address),
-                losses: of_rows(losses),
-                likelihoods: of_rows(likelihoods),
-                weights: of_rows(weights),
-                rest: (rest_entries > 0).then_some((rest.address, entries as u64)),
-            };
-            launches.extend(launch::head(&chunk, rows, upstream, &definition.terms, definition.cap.unwrap_or(0.0))?);
+            let of_rest = (rest_entries > 0).then_some((rest.address, entries as u64));
+            let rows = launch::HeadRows { rest: of_rest, ..of_rows(range.start) };
+            launches.extend(launch::head(&chunk, rows, upstream, terms, cap)?);
             let Some((_, [dx, made @ ..])) = backward else { continue };
             if let [d_weight] = made {
                 let adds = index > 0 || operands.accumulates(weight);
@@ -286,6 +353,7 @@ impl Chunks {
     /// Number of floating-point operations of the pass.
     pub fn flops(&self, products: Products) -> u64 {
         let products = match products {
+            Products::None => return self.rows as u64,
             Products::Logits => 1,
             Products::Dx => 2,
             Products::Both => 3,

@@ -4,22 +4,29 @@
 //! gradient of the logits overwrites them. Right after that, the chunk's rows of dx and its share of d_weight are
 //! computed from this gradient. So forward and backward are one pass in training, and no logit is computed twice (Hsu
 //! et al., "Liger Kernel", arXiv 2410.10989, section 3.2).
+//!
+//! If ranks divide the vocabulary, the softmax of a row needs the logits of all ranks. So each rank first computes
+//! statistics of its logits (`HeadStatistics`), all ranks gather them, and the pass then reads the merged statistics. It
+//! computes the same losses on all ranks, the gradient of the rank's rows of the weight, and a summand of dx.
 
 mod chunks;
 mod pass;
+mod statistics;
 
 use std::sync::Arc;
 
 use candle_core::{DType, Layout};
 use gapless_kernels::cpu::{Args, with_float};
 use gapless_kernels::cuda::{Launch, Operands, launch};
-use gapless_kernels::{LossTerms, Spec};
+use gapless_kernels::{LossTerms, Spec, Window};
 
-use self::chunks::{Chunks, HeadOperands, Products};
+use self::chunks::{Chunks, HeadOperands, Part, Products};
 use self::pass::{Backward, Inputs, Losses, Upstream};
+use self::statistics::{HeadStatistics, STATISTICS, reference_merged};
 use super::{OutputTypes, is_positive_f32};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::reference::{Array, Reference};
+use crate::shard::Rule;
 use crate::tensor::Tensor;
 use crate::{Gradient, Op};
 
@@ -30,6 +37,8 @@ use crate::{Gradient, Op};
 /// - With [`Self::with_likelihoods`], the next output is −log softmax without additional terms, multiplied by the same
 ///   weights. It has no gradient.
 /// - If the gradient of the losses is known ([`Self::new`]), the last outputs are dx and d_weight.
+/// - On a part of the vocabulary ([`Op::on_parts`]), W and d_weight are the rank's rows, dx is the rank's summand, and the
+///   last input is the statistics of all ranks ([`Op::statistics`]), f32 [ranks, .., 4].
 #[derive(Debug, Clone, Copy)]
 pub struct LinearCrossEntropy {
     gradient: Option<f64>,
@@ -38,6 +47,8 @@ pub struct LinearCrossEntropy {
     loss: LossDefinition,
     has_likelihoods: bool,
     types: OutputTypes<4>,
+    /// The part of the vocabulary that the rank holds; `None` if it holds all.
+    part: Option<Part>,
 }
 
 /// The settings with which a loss is computed from logits.
@@ -54,7 +65,7 @@ impl LinearCrossEntropy {
     /// `gradient` is given, the operation has dx and d_weight as additional outputs.
     pub fn new(gradient: Option<f64>) -> Self {
         let (loss, types) = (LossDefinition::default(), OutputTypes::default());
-        Self { gradient, has_d_weight: true, loss, has_likelihoods: false, types }
+        Self { gradient, has_d_weight: true, loss, has_likelihoods: false, types, part: None }
     }
 
     /// Sets terms of the loss in addition to −log softmax.
@@ -82,10 +93,48 @@ impl LinearCrossEntropy {
 
     fn products(&self) -> Products {
         match (self.gradient, self.has_d_weight) {
+            (None, _) if self.part.is_some() => Products::None,
             (None, _) => Products::Logits,
             (Some(_), false) => Products::Dx,
             (Some(_), true) => Products::Both,
         }
+    }
+
+    /// True if the losses have weights, for this number of inputs.
+    fn has_weights(&self, inputs: usize) -> bool {
+        inputs > 3 + usize::from(self.part.is_some())
+    }
+}
+
+/// Checks x [.., width], the rows of the weight, and the targets. Returns the dimensions of the rows of x.
+fn expect_head(inputs: &[Spec], part: Option<Part>) -> Result<&[usize], String> {
+    super::expect_float(&inputs[..2])?;
+    super::expect_rank(&inputs[0], 1)?;
+    super::expect_ids("targets", &inputs[2])?;
+    let (&last, rows) = inputs[0].dims().split_last().expect("rank was checked");
+    let &[entries, width] = inputs[1].dims() else { return Err("the weight must be [vocabulary, width]".into()) };
+    if last != width {
+        return Err(format!("the input's last dimension is {last}, the weight takes {width}"));
+    }
+    if inputs[2].dims() != rows {
+        return Err("targets must have the shape of the input without its width".into());
+    }
+    match part {
+        Some(Part { first, vocabulary }) if entries == 0 || first + entries > vocabulary => {
+            Err(format!("{entries} rows from row {first} on are not a part of a vocabulary of {vocabulary}"))
+        }
+        _ => Ok(rows),
+    }
+}
+
+/// Checks the last input of an operation on a part of the vocabulary: the statistics of all ranks.
+fn expect_statistics(inputs: &[Spec], part: Option<Part>) -> Result<(), String> {
+    let (Some(_), Some(gathered)) = (part, inputs.last()) else { return Ok(()) };
+    let ranks = gathered.dims().first().copied().unwrap_or(0);
+    let dims = [&[ranks.max(1)][..], inputs[2].dims(), &[STATISTICS]].concat();
+    match *gathered == Spec::f32(dims) {
+        true => Ok(()),
+        false => Err(format!("statistics must be f32 [ranks, .., {STATISTICS}] for targets {:?}", inputs[2].dims())),
     }
 }
 
@@ -95,18 +144,9 @@ impl Op for LinearCrossEntropy {
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
-        super::expect_float(&inputs[..2])?;
-        super::expect_rank(&inputs[0], 1)?;
-        super::expect_ids("targets", &inputs[2])?;
-        let (&last, rows) = inputs[0].dims().split_last().expect("rank was checked");
-        let &[_, width] = inputs[1].dims() else { return Err("the weight must be [vocabulary, width]".into()) };
-        if last != width {
-            return Err(format!("the input's last dimension is {last}, the weight takes {width}"));
-        }
-        if inputs[2].dims() != rows {
-            return Err("targets must have the shape of the input without its width".into());
-        }
-        if inputs.get(3).is_some_and(|weights| *weights != Spec::f32(rows.to_vec())) {
+        let rows = expect_head(inputs, self.part)?;
+        expect_statistics(inputs, self.part)?;
+        if self.has_weights(inputs.len()) && inputs[3] != Spec::f32(rows.to_vec()) {
             return Err("weights must be f32 in the shape of the targets".into());
         }
         if let Some(cap) = self.loss.cap.filter(|&cap| !is_positive_f32(cap)) {
@@ -122,7 +162,29 @@ impl Op for LinearCrossEntropy {
         })
     }
 
+    /// The losses are no summands, because ranks compute them from the statistics of all ranks.
+    fn rule(&self, inputs: &[Spec], outputs: &[Spec]) -> Option<Rule> {
+        let (weights, losses) = if self.has_weights(inputs.len()) { (", *", "*[023]") } else { ("", "*[02]") };
+        let gradients = ["* W", "v' W"].into_iter().filter(|_| self.gradient.is_some());
+        let made: Vec<&str> = vec![losses; self.dx()].into_iter().chain(gradients).take(outputs.len()).collect();
+        let rule = format!("* W, v' W, *{weights} -> {}", made.join(", "));
+        self.part.is_none().then(|| Rule::Labels(rule.into()))
+    }
+
+    fn on_parts(&self, inputs: &[Window], _: &[Window]) -> Option<Arc<dyn Op>> {
+        let part = Some(Part::of(&inputs[1])?);
+        Some(Arc::new(Self { part, ..*self }))
+    }
+
+    fn statistics(&self) -> Option<(Arc<dyn Op>, usize)> {
+        Some((Arc::new(HeadStatistics { cap: self.loss.cap, part: self.part }), 3))
+    }
+
     fn gradient(&self, g: &mut Gradient) -> Result<()> {
+        if self.part.is_some() {
+            // A part has been taken of a graph that has its gradients.
+            return Err(Error::NoGradient { op: self.name().into(), input: 0 });
+        }
         if self.has_likelihoods {
             g.require_unused(self, 1)?;
         }
@@ -146,7 +208,7 @@ impl Op for LinearCrossEntropy {
     }
 
     fn flops(&self, inputs: &[Spec], _: &[Spec]) -> u64 {
-        Chunks::of(inputs).flops(self.products())
+        Chunks::of(inputs, self.part).flops(self.products())
     }
 
     fn inplace(&self) -> &[(usize, usize)] {
@@ -167,7 +229,7 @@ impl Op for LinearCrossEntropy {
     }
 
     fn workspace(&self, inputs: &[Spec], _: &[Spec], threads: usize) -> Vec<u64> {
-        Chunks::of(inputs).scratch(self.products(), threads)
+        Chunks::of(inputs, self.part).scratch(self.products(), threads)
     }
 
     /// The kernel converts bf16 operands when it packs them.
@@ -181,10 +243,11 @@ impl Op for LinearCrossEntropy {
     }
 
     fn run(&self, args: &mut Args<'_>) {
-        let chunks = Chunks::new(args.input_dims(0), args.input_dims(1), args.input_dtype(1));
+        let chunks = Chunks::new(args.input_dims(0), args.input_dims(1), args.input_dtype(1), self.part);
         let (losses, scratch, dx) = (args.output(0), args.workspace(), self.dx());
         let mut likelihoods = self.has_likelihoods.then(|| args.output(1));
-        let weights = (args.inputs() > 3).then(|| args.input::<f32>(3));
+        let weights = self.has_weights(args.inputs()).then(|| args.input::<f32>(3));
+        let gathered = self.part.map(|_| args.input::<f32>(args.inputs() - 1));
         let upstream = |number: f32| weights.map_or(Upstream::Everywhere(number), |w| Upstream::Weighted(number, w));
         let backward = self.gradient.map(|number| Backward {
             d_losses: upstream(number as f32),
@@ -193,7 +256,12 @@ impl Op for LinearCrossEntropy {
             accumulate: self.has_d_weight && args.accumulate(dx + 1),
         });
         let mut made = Losses { losses, likelihoods: likelihoods.as_deref_mut() };
-        with_float!(args.input_dtype(1), T => chunks.pass(&Inputs::<T>::of(args, self.loss), &mut made, backward, scratch));
+        match gathered.filter(|_| backward.is_none()) {
+            Some(gathered) => chunks.losses_of(gathered, &mut made, self.loss),
+            None => with_float!(args.input_dtype(1), T => {
+                chunks.pass(&Inputs::<T>::of(args, self.loss, gathered), &mut made, backward, scratch);
+            }),
+        }
         if let Some(weights) = weights {
             for made in [Some(losses), likelihoods].into_iter().flatten() {
                 made.iter_mut().zip(weights).for_each(|(loss, weight)| *loss *= weight);
@@ -201,53 +269,56 @@ impl Op for LinearCrossEntropy {
         }
     }
     fn cuda_workspace(&self, inputs: &[Spec], _: &[Spec]) -> Vec<u64> {
-        Chunks::of(inputs).cuda_workspace(inputs[0].dtype, self.products())
+        Chunks::of(inputs, self.part).cuda_workspace(inputs[0].dtype, self.products())
     }
     fn cuda_bytes_again(&self, inputs: &[Spec], _: &[Spec]) -> u64 {
-        Chunks::of(inputs).cuda_logit_bytes(inputs[0].dtype, self.products())
+        Chunks::of(inputs, self.part).cuda_logit_bytes(inputs[0].dtype, self.products())
     }
     fn cuda(&self, operands: &Operands<'_>) -> Option<Vec<Launch>> {
-        let chunks = Chunks::of_operands(operands);
+        let chunks = Chunks::of_operands(operands, self.part);
         let upstream = self.gradient.map(|number| launch::Upstream::Everywhere(number as f32));
-        let weights = operands.inputs.get(3).map_or(0, |weights| weights.address);
+        let weights = if self.has_weights(operands.inputs.len()) { operands.inputs[3].address } else { 0 };
+        let gathered = operands.inputs.last().filter(|_| self.part.is_some());
         let (dx, losses) = (self.dx(), operands.outputs[0].address);
         let likelihoods = if self.has_likelihoods { operands.outputs[1].address } else { 0 };
-        let head = HeadOperands { operands, loss: self.loss, losses, likelihoods, weights };
+        let head = HeadOperands { operands, loss: self.loss, losses, likelihoods, weights, gathered, statistics: 0 };
         chunks.launches(&head, upstream.zip(operands.outputs.get(dx..)), dx + 1)
     }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
         let (x, weight, targets) = (args.input(0), args.input(1), args.input(2));
-        let weights = if args.inputs() > 3 { args.input(3).clone() } else { targets.map(|_| 1.0) };
+        let weights = if self.has_weights(args.inputs()) { args.input(3).clone() } else { targets.map(|_| 1.0) };
+        let gathered = self.part.map(|part| (part, args.input(args.inputs() - 1)));
         let times = |losses: Array| {
             let data = losses.data.iter().zip(&weights.data).map(|(loss, weight)| loss * weight).collect();
             Array::new(&losses.dims, data)
         };
         let alone = LossDefinition { terms: LossTerms::NONE, ..self.loss };
-        let likelihoods = self.has_likelihoods.then(|| times(reference_losses(x, weight, targets, &alone)));
-        let losses = [times(reference_losses(x, weight, targets, &self.loss))].into_iter().chain(likelihoods);
+        let likelihoods = self.has_likelihoods.then(|| times(reference_losses(x, weight, targets, &alone, gathered)));
+        let losses = [times(reference_losses(x, weight, targets, &self.loss, gathered))].into_iter().chain(likelihoods);
         let Some(number) = self.gradient else { return losses.collect() };
-        let [dx, d_weight] =
-            reference_gradients(x, weight, targets, &weights.map(|weight| number * weight), &self.loss);
+        let d_losses = weights.map(|weight| number * weight);
+        let [dx, d_weight] = reference_gradients(x, weight, targets, &d_losses, &self.loss, gathered);
         losses.chain([dx]).chain(self.has_d_weight.then_some(d_weight)).collect()
     }
 }
 
 /// The gradients (dx, d_weight) from (x, weight, targets, d_losses), for losses whose gradient is known only in the
-/// backward. The logits are recomputed.
+/// backward. The logits are recomputed. On a part of the vocabulary, the last input is the statistics of all ranks.
 #[derive(Debug, Clone, Copy)]
 struct LinearCrossEntropyGrad {
     /// True if d_weight is among the outputs.
     has_d_weight: bool,
     loss: LossDefinition,
     types: OutputTypes<2>,
+    part: Option<Part>,
 }
 
 impl LinearCrossEntropy {
     fn gradient_in_backward<const MADE: usize>(&self, g: &Gradient, has_d_weight: bool) -> Result<[Tensor; MADE]> {
         let d_losses = if g.inputs() > 3 { g.grad(0).mul(&g.input(3))? } else { g.grad(0) };
         let inputs = [&g.input(0), &g.input(1), &g.input(2), &d_losses];
-        let op = LinearCrossEntropyGrad { has_d_weight, loss: self.loss, types: OutputTypes::default() };
+        let op = LinearCrossEntropyGrad { has_d_weight, loss: self.loss, types: OutputTypes::default(), part: None };
         Tensor::apply_op(op, &inputs)
     }
 }
@@ -258,8 +329,27 @@ impl Op for LinearCrossEntropyGrad {
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
+        expect_head(inputs, self.part)?;
+        expect_statistics(inputs, self.part)?;
         let d_weight = self.has_d_weight.then(|| inputs[1].clone());
         Ok(self.types.apply_to([inputs[0].clone()].into_iter().chain(d_weight)))
+    }
+
+    fn rule(&self, _: &[Spec], _: &[Spec]) -> Option<Rule> {
+        let rule = match self.has_d_weight {
+            true => "* W, v' W, *, * -> * W, v' W",
+            false => "* W, v' W, *, * -> * W",
+        };
+        self.part.is_none().then_some(Rule::labels(rule))
+    }
+
+    fn on_parts(&self, inputs: &[Window], _: &[Window]) -> Option<Arc<dyn Op>> {
+        let part = Some(Part::of(&inputs[1])?);
+        Some(Arc::new(Self { part, ..*self }))
+    }
+
+    fn statistics(&self) -> Option<(Arc<dyn Op>, usize)> {
+        Some((Arc::new(HeadStatistics { cap: self.loss.cap, part: self.part }), 3))
     }
 
     fn reads_strides(&self, index: usize, _: &Layout) -> bool {
@@ -267,7 +357,7 @@ impl Op for LinearCrossEntropyGrad {
     }
 
     fn flops(&self, inputs: &[Spec], _: &[Spec]) -> u64 {
-        Chunks::of(inputs).flops(Products::of_backward(self.has_d_weight))
+        Chunks::of(inputs, self.part).flops(Products::of_backward(self.has_d_weight))
     }
 
     fn inplace(&self) -> &[(usize, usize)] {
@@ -283,7 +373,7 @@ impl Op for LinearCrossEntropyGrad {
     }
 
     fn workspace(&self, inputs: &[Spec], _: &[Spec], threads: usize) -> Vec<u64> {
-        let chunks = Chunks::of(inputs);
+        let chunks = Chunks::of(inputs, self.part);
         let products = Products::of_backward(self.has_d_weight);
         [vec![4 * chunks.rows as u64], chunks.scratch(products, threads)].concat()
     }
@@ -299,7 +389,7 @@ impl Op for LinearCrossEntropyGrad {
     }
 
     fn run(&self, args: &mut Args<'_>) {
-        let chunks = Chunks::new(args.input_dims(0), args.input_dims(1), args.input_dtype(1));
+        let chunks = Chunks::new(args.input_dims(0), args.input_dims(1), args.input_dtype(1), self.part);
         // The forward has already returned the losses. The pass recomputes the losses into scratch, where they are not
         // used.
         let mut scratch = args.workspace();
@@ -312,29 +402,35 @@ impl Op for LinearCrossEntropyGrad {
             accumulate: self.has_d_weight && args.accumulate(1),
         };
         let mut made = Losses { losses, likelihoods: None };
-        with_float!(args.input_dtype(1), T => chunks.pass(&Inputs::<T>::of(args, self.loss), &mut made, Some(backward), scratch));
+        let gathered = self.part.map(|_| args.input(4));
+        with_float!(args.input_dtype(1), T => {
+            chunks.pass(&Inputs::<T>::of(args, self.loss, gathered), &mut made, Some(backward), scratch);
+        });
     }
     fn cuda_workspace(&self, inputs: &[Spec], _: &[Spec]) -> Vec<u64> {
-        let chunks = Chunks::of(inputs);
+        let chunks = Chunks::of(inputs, self.part);
         let products = Products::of_backward(self.has_d_weight);
         [chunks.cuda_workspace(inputs[0].dtype, products), vec![4 * chunks.rows as u64]].concat()
     }
     fn cuda_bytes_again(&self, inputs: &[Spec], _: &[Spec]) -> u64 {
-        Chunks::of(inputs).cuda_logit_bytes(inputs[0].dtype, Products::of_backward(self.has_d_weight))
+        Chunks::of(inputs, self.part).cuda_logit_bytes(inputs[0].dtype, Products::of_backward(self.has_d_weight))
     }
     fn cuda(&self, operands: &Operands<'_>) -> Option<Vec<Launch>> {
-        let chunks = Chunks::of_operands(operands);
+        let chunks = Chunks::of_operands(operands, self.part);
         // The forward has already returned the losses. The pass recomputes the losses into scratch, where they are not
         // used.
         let &[.., losses] = operands.workspace else { return None };
         let upstream = launch::Upstream::Each(&operands.inputs[3], 0);
-        let head = HeadOperands { operands, loss: self.loss, losses, likelihoods: 0, weights: 0 };
+        let gathered = operands.inputs.last().filter(|_| self.part.is_some());
+        let head =
+            HeadOperands { operands, loss: self.loss, losses, likelihoods: 0, weights: 0, gathered, statistics: 0 };
         chunks.launches(&head, Some((upstream, operands.outputs)), 1)
     }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
-        let [dx, d_weight] =
-            reference_gradients(args.input(0), args.input(1), args.input(2), args.input(3), &self.loss);
+        let (x, weight, targets, d_losses) = (args.input(0), args.input(1), args.input(2), args.input(3));
+        let gathered = self.part.map(|part| (part, args.input(4)));
+        let [dx, d_weight] = reference_gradients(x, weight, targets, d_losses, &self.loss, gathered);
         [dx].into_iter().chain(self.has_d_weight.then_some(d_weight)).collect()
     }
 }
@@ -345,9 +441,27 @@ fn reference_logits<'a>(x: &'a Array, weight: &'a Array, cap: Option<f64>) -> im
     x.rows().map(move |x| weight.rows().map(|w| capped(x.iter().zip(w).map(|(x, w)| x * w).sum())).collect())
 }
 
-fn reference_losses(x: &Array, weight: &Array, targets: &Array, definition: &LossDefinition) -> Array {
-    let loss = |(logits, &target): (Vec<f64>, &f64)| definition.terms.exact(&logits, target as usize).0;
-    Array::new(&targets.dims, reference_logits(x, weight, definition.cap).zip(&targets.data).map(loss).collect())
+/// `gathered` is a rank's part of the vocabulary and the statistics of all ranks, if ranks divide the vocabulary.
+fn reference_losses(
+    x: &Array,
+    weight: &Array,
+    targets: &Array,
+    &LossDefinition { terms, cap }: &LossDefinition,
+    gathered: Option<(Part, &Array)>,
+) -> Array {
+    let losses = match gathered {
+        None => {
+            let logits = reference_logits(x, weight, cap);
+            logits.zip(&targets.data).map(|(logits, &target)| terms.exact(&logits, target as usize).0).collect()
+        }
+        Some((part, gathered)) => (0..targets.data.len())
+            .map(|row| {
+                let [lse, logit, sum] = reference_merged(gathered, row);
+                terms.exact_loss(lse, logit, sum, part.vocabulary)
+            })
+            .collect(),
+    };
+    Array::new(&targets.dims, losses)
 }
 
 fn reference_gradients(
@@ -355,14 +469,22 @@ fn reference_gradients(
     weight: &Array,
     targets: &Array,
     d_losses: &Array,
-    definition: &LossDefinition,
+    &LossDefinition { terms, cap }: &LossDefinition,
+    gathered: Option<(Part, &Array)>,
 ) -> [Array; 2] {
     let width = weight.dims[1];
     let (mut dx, mut d_weight) = (Array::zeros(&x.dims), Array::zeros(&weight.dims));
-    for (row, logits) in reference_logits(x, weight, definition.cap).enumerate() {
-        let (_, gradient) = definition.terms.exact(&logits, targets.data[row] as usize);
+    for (row, logits) in reference_logits(x, weight, cap).enumerate() {
+        let target = targets.data[row] as usize;
+        let gradient = match gathered {
+            None => terms.exact(&logits, target).1,
+            Some((Part { first, vocabulary }, gathered)) => {
+                let held = (first..first + logits.len()).position(|entry| entry == target);
+                terms.gradient_of_part(&logits, reference_merged(gathered, row)[0], held, vocabulary)
+            }
+        };
         for (token, (logit, gradient)) in logits.iter().zip(gradient).enumerate() {
-            let d_logit = gradient * d_losses.data[row] * definition.cap.map_or(1.0, |cap| 1.0 - (logit / cap).powi(2));
+            let d_logit = gradient * d_losses.data[row] * cap.map_or(1.0, |cap| 1.0 - (logit / cap).powi(2));
             for i in 0..width {
                 dx.data[row * width + i] += d_logit * weight.data[token * width + i];
                 d_weight.data[token * width + i] += d_logit * x.data[row * width + i];

@@ -19,6 +19,9 @@ struct SortArguments {
     u64 count;
     // The id of padding, which adds nothing.
     u32 padding;
+    // The id of the table's first row, and the number of rows. Any other id adds nothing. Keys count from the first row.
+    u32 first;
+    u32 rows;
     // Number of places per chunk, a power of two.
     u32 length;
 };
@@ -31,8 +34,8 @@ KERNEL(embedding_sort, SortArguments) {
     const u64 first = u64(blockIdx.x) * to.length;
     for (u32 i = threadIdx.x; i < to.length; i += blockDim.x) {
         const bool is_there = first + i < to.count;
-        const u32 id = is_there ? to.ids[first + i] : NO_ID;
-        keys[i] = is_there ? key_of(id == to.padding ? NO_ID : id, first + i) : ~u64(0);
+        const u32 id = is_there ? to.ids[first + i] : NO_ID, row = id - to.first;
+        keys[i] = is_there ? key_of(id == to.padding || row >= to.rows ? NO_ID : row, first + i) : ~u64(0);
     }
     for (u32 size = 2; size <= to.length; size *= 2) {
         for (u32 distance = size / 2; distance > 0; distance /= 2) {

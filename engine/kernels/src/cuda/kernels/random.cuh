@@ -39,6 +39,11 @@ struct Numbers {
     }
 };
 
+// The index in the whole tensor of element i of a part (`Spread` in window.rs).
+__device__ __forceinline__ u64 spread(u64 i, u64 start, u64 inner, u64 stride) {
+    return start + i / inner * stride + i % inner;
+}
+
 // Element i under dropout: zero if its 53 random bits are below the threshold, scaled otherwise.
 __device__ __forceinline__ f32 dropped(const Numbers& numbers, u64 i, f32 x, u64 threshold, f32 scale) {
     return numbers.bits(i) >> 11 >= threshold ? x * scale : 0.0f;

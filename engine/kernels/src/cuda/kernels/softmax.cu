@@ -143,17 +143,53 @@ struct LossTerms {
     f32 z;
 };
 
-// Returns the loss of a row of logits with the log-sum-exp `lse`. All threads of the block must call this together.
+// What the loss of a row depends on, for all of the row's logits x or for those of a rank.
+struct Statistics {
+    f32 max;
+    // The sum of exp(x - max).
+    f32 sum;
+    // The target's logit; 0 if it is not among the logits.
+    f32 logit;
+    // The sum of x.
+    f32 all;
+
+    __device__ __forceinline__ f32 lse() const { return max + logf(sum); }
+};
+constexpr u64 STATISTICS = sizeof(Statistics) / sizeof(f32);
+
+// Returns the statistics of a row of logits. `all` is computed only if `has_all` is true. All threads of the block must
+// call this together.
 template <typename T>
-__device__ __forceinline__ f32 loss_of(const LossTerms& terms, const Row<T>& logits, f32 lse, u64 target, f32* scratch) {
-    f32 all = 0.0f;
-    if (terms.spread != 0.0f) {
+__device__ __forceinline__ Statistics statistics_of(const Row<T>& logits, u64 target, bool has_all, f32* scratch) {
+    Statistics row = {};
+    row.sum = sum_of_exponentials(logits, row.max, scratch);
+    row.logit = target < logits.width ? load(logits.x + target) : 0.0f;
+    if (has_all) {
         logits.each([&](u64, const auto& some) {
-            for (const f32 x : some) all += x;
+            for (const f32 x : some) row.all += x;
         });
-        all = sum_block(all, scratch);
+        row.all = sum_block(row.all, scratch);
     }
-    return lse - terms.keep * load(logits.x + target) - terms.spread * all + terms.z * lse * lse;
+    return row;
+}
+
+// Merges the statistics of all ranks for one row. `distance` is that from one rank's statistics of the row to the next's.
+__device__ __forceinline__ Statistics merge(const Statistics* gathered, u64 ranks, u64 distance) {
+    Statistics row = {minus_infinity(), 0.0f, 0.0f, 0.0f};
+    for (u64 i = 0; i < ranks; ++i) row.max = fmaxf(row.max, gathered[i * distance].max);
+    for (u64 i = 0; i < ranks; ++i) {
+        const Statistics of_rank = gathered[i * distance];
+        row.sum += of_rank.sum * exp_of(of_rank.max - row.max);
+        row.logit += of_rank.logit;
+        row.all += of_rank.all;
+    }
+    return row;
+}
+
+// Returns the loss of a row with these statistics.
+__device__ __forceinline__ f32 loss_of(const LossTerms& terms, const Statistics& row) {
+    const f32 lse = row.lse();
+    return lse - terms.keep * row.logit - terms.spread * row.all + terms.z * lse * lse;
 }
 
 // Replaces a group of logits, whose first index is i, by exp(x - base)·scale - spread. Then subtracts `keep` from the
@@ -179,13 +215,11 @@ struct CrossEntropyArguments {
 template <typename T>
 __device__ void cross_entropy(const CrossEntropyArguments& to) {
     const Row<T> logits = row_of<T>(to.logits, to.width);
-    f32 max;
-    const f32 sum = sum_of_exponentials(logits, max, (f32*)shared_memory);
-    const f32 lse = max + logf(sum);
-    const f32 loss = loss_of(to.terms, logits, lse, to.targets[blockIdx.x], (f32*)shared_memory);
+    const bool has_all = to.terms.spread != 0.0f;
+    const Statistics row = statistics_of(logits, to.targets[blockIdx.x], has_all, (f32*)shared_memory);
     if (threadIdx.x == 0) {
-        to.lse[blockIdx.x] = lse;
-        to.losses[blockIdx.x] = loss;
+        to.lse[blockIdx.x] = row.lse();
+        to.losses[blockIdx.x] = loss_of(to.terms, row);
     }
 }
 KERNELS(cross_entropy, CrossEntropyArguments)
@@ -245,40 +279,56 @@ struct HeadArguments {
     LossTerms terms;
     // Number of elements at the start of a row that are kept in shared memory, a multiple of the pack size.
     u64 kept;
+    // The vocabulary entry of the first logit.
+    u64 first_entry;
+    // The statistics of the ranks that divide the vocabulary, for the chunk's first row; null if the logits are those of
+    // the whole vocabulary.
+    const Statistics* gathered;
+    u64 ranks;
+    // Distance from one rank's statistics of a row to the next's.
+    u64 distance;
+    // If this is not null, the kernel stores the statistics of each row here instead of its loss.
+    Statistics* statistics;
 };
 
 constexpr u64 REST = 8;
 
 // Processes one chunk of a language model's head. Computes the losses of its rows and, with `has_gradient`, replaces the
-// logits by their gradient.
+// logits by their gradient. If the statistics of all ranks are given and there is no gradient, the logits are not read.
 template <typename T>
 __device__ void head(const HeadArguments& to) {
     const u64 row = blockIdx.x;
     T* const at = (T*)to.logits + row * to.pitch;
     const Row<T> logits = {at, to.width, are_packed((const T*)to.logits, to.pitch), to.kept};
-    const u64 target = to.targets[row];
+    // If another rank holds the target's logit, the index is not below the width.
+    const u64 target = u64(to.targets[row]) - to.first_entry;
     const f32 cap = to.cap, weight = to.weights ? to.weights[row] : 1.0f;
+    const LossTerms terms = to.terms;
+    Statistics statistics = {};
+    if (to.gathered) statistics = merge(to.gathered + row, to.ranks, to.distance);
+    const bool has_logits = to.has_gradient || !to.gathered;
     T* rest = to.rest ? (T*)to.rest + row * REST : nullptr;
     const u64 rest_column = to.entries + threadIdx.x;
-    if (rest) {
+    if (has_logits && rest) {
         if (rest_column < to.width) at[rest_column] = rest[threadIdx.x];
         __syncthreads(); // The row is complete.
     }
     if (to.kept > 0) logits.keep();
-    if (cap > 0.0f) {
+    if (has_logits && cap > 0.0f) {
         logits.map(at, [&](u64, auto& all) {
             for (f32& x : all) x = cap * tanhf(x / cap);
         });
         __syncthreads(); // The target's logit has been written.
     }
-    f32 max;
-    const f32 sum = sum_of_exponentials(logits, max, (f32*)shared_memory);
-    const f32 lse = max + logf(sum);
-    const LossTerms terms = to.terms;
-    const f32 loss = loss_of(terms, logits, lse, target, (f32*)shared_memory);
+    if (!to.gathered) {
+        const bool has_all = to.statistics || terms.spread != 0.0f;
+        statistics = statistics_of(logits, target, has_all, (f32*)shared_memory);
+    }
+    const f32 lse = statistics.lse(), max = statistics.max, sum = statistics.sum;
     if (threadIdx.x == 0) {
-        to.losses[row] = weight * loss;
-        if (to.likelihoods) to.likelihoods[row] = weight * (lse - load(at + target));
+        if (to.statistics) to.statistics[row] = statistics;
+        else to.losses[row] = weight * loss_of(terms, statistics);
+        if (to.likelihoods) to.likelihoods[row] = weight * (lse - statistics.logit);
     }
     if (!to.has_gradient) return;
     const f32 d_loss = to.d_losses ? to.d_losses[to.at_d_losses.at(to.first_row + row)] : weight * to.d_loss;

@@ -2,7 +2,7 @@
 
 use super::copy::fill;
 use super::reduce::{PieceRows, Pieces};
-use super::{Kernel, Launch, Operands, blocks, launches, typed, typed_to};
+use super::{Kernel, Launch, Operand, Operands, blocks, launches, typed, typed_to};
 use crate::Spec;
 use crate::cuda::Family::{Embedding, EmbeddingGrad};
 
@@ -13,6 +13,8 @@ struct EmbeddingArguments {
     ids: u64,
     out: u64,
     width: u64,
+    first: u32,
+    rows: u32,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -22,6 +24,8 @@ struct SortArguments {
     keys: u64,
     count: u64,
     padding: u32,
+    first: u32,
+    rows: u32,
     length: u32,
 }
 
@@ -47,12 +51,18 @@ struct EmbeddingGradArguments {
     sums_first: u32,
 }
 
-/// Returns the launch that looks up a table's rows by ids.
-pub fn embedding(operands: &Operands<'_>) -> Option<Vec<Launch>> {
+/// Returns the launch that looks up a table's rows by ids, of which `first` is that of the first row. The result for
+/// an id that the table does not have is zeros.
+pub fn embedding(first: u32, operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let ([table, ids], [out]) = (operands.inputs, operands.outputs) else { return None };
-    let width = table.width();
-    let arguments = EmbeddingArguments { table: table.address, ids: ids.address, out: out.address, width };
+    let (width, rows) = (table.width(), row_count(table)?);
+    let arguments = EmbeddingArguments { table: table.address, ids: ids.address, out: out.address, width, first, rows };
     launches([Kernel::rows(Embedding, typed("embedding", table.dtype)?, ids.count(), table.packs(), arguments)])
+}
+
+/// The number of rows of a table [rows, width], which is below `u32::MAX` as all ids are.
+fn row_count(table: &Operand) -> Option<u32> {
+    u32::try_from(*table.dims().first()?).ok()
 }
 
 /// Most positions that one block sorts: `CHUNK` of embedding_grad.cu.
@@ -88,23 +98,23 @@ pub fn embedding_grad_workspace(ids: &Spec) -> Vec<u64> {
     if chunks > 1 { vec![of_chunks, 8 * places] } else { vec![of_chunks] }
 }
 
-/// Returns the launches that compute the table's gradient from (ids, dy). Positions with the id `padding` add nothing
-/// to it.
-pub fn embedding_grad(padding: Option<u32>, operands: &Operands<'_>) -> Option<Vec<Launch>> {
+/// Returns the launches that compute the table's gradient from (ids, dy). The id of the table's first row is `first`.
+/// Positions with the id `padding`, or with one that the table does not have, add nothing to it.
+pub fn embedding_grad(padding: Option<u32>, first: u32, operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let clear = if operands.accumulate(0) == 0 { Some(fill(operands.outputs.first()?, 0.0)?) } else { None };
-    Some(clear.into_iter().map(Launch::Kernel).chain(add_rows(padding, false, operands)?).collect())
+    Some(clear.into_iter().map(Launch::Kernel).chain(add_rows((padding, first), false, operands)?).collect())
 }
 
 /// Returns the launches that add the table's gradient from (ids, dy) to a tensor. The tensor is input and output. The
 /// kernels do not touch rows whose ids do not occur.
-pub fn add_embedding_grad(padding: Option<u32>, operands: &Operands<'_>) -> Option<Vec<Launch>> {
-    add_rows(padding, true, operands)
+pub fn add_embedding_grad(padding: Option<u32>, first: u32, operands: &Operands<'_>) -> Option<Vec<Launch>> {
+    add_rows((padding, first), true, operands)
 }
 
 /// Returns the launches that add rows of dy to the output rows given by the ids. With `sums_first`, the sums of all
 /// spans are added up before the kernel adds them to the output. Otherwise it adds the sums of spans to the output
 /// one after another.
-fn add_rows(padding: Option<u32>, sums_first: bool, operands: &Operands<'_>) -> Option<Vec<Launch>> {
+fn add_rows((padding, first): (Option<u32>, u32), sums_first: bool, operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let ([ids, dy], [d_table], &[keys, ref rest @ ..]) = (operands.inputs, operands.outputs, operands.workspace) else {
         return None;
     };
@@ -119,7 +129,15 @@ fn add_rows(padding: Option<u32>, sums_first: bool, operands: &Operands<'_>) -> 
         block: (length / 2).next_multiple_of(32).clamp(32, 1024) as u32,
         shared_bytes: 8 * length as u32,
         tickets: 0,
-        arguments: Box::new(SortArguments { ids: ids.address, keys, count, padding, length: length as u32 }),
+        arguments: Box::new(SortArguments {
+            ids: ids.address,
+            keys,
+            count,
+            padding,
+            first,
+            rows: row_count(d_table)?,
+            length: length as u32,
+        }),
     };
     let sorted = if chunks > 1 { *rest.first()? } else { keys };
     let ranks = RankArguments { chunks: keys, sorted, count };

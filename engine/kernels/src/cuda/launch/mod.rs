@@ -50,7 +50,9 @@ pub use product::{
 };
 pub use reduce::{column_sums_workspace, scaled_sum, sum};
 pub use rope::{RopeFrequencies, rope};
-pub use softmax::{HeadRows, Upstream, cross_entropy, cross_entropy_grad, head, log_sum_exp, softmax, softmax_grad};
+pub use softmax::{
+    Gathered, HeadRows, Upstream, cross_entropy, cross_entropy_grad, head, log_sum_exp, softmax, softmax_grad,
+};
 pub use update::{number, update};
 
 use std::any::Any;

@@ -65,6 +65,11 @@ struct HeadArguments {
     cap: f32,
     terms: RowLoss,
     kept: u64,
+    first_entry: u64,
+    gathered: u64,
+    ranks: u64,
+    distance: u64,
+    statistics: u64,
 }
 
 /// A kernel with one block per row of a tensor.
@@ -154,14 +159,33 @@ pub struct HeadRows {
     /// The logits of the vocabulary's last entries, if they are stored separately. They are stored eight to a row and
     /// replaced by their gradients. The pair contains their address and the index of the first such entry.
     pub rest: Option<(u64, u64)>,
+    /// Number of entries of the whole vocabulary, of which the logits may be a part.
+    pub vocabulary: u64,
+    /// The vocabulary entry of the first logit.
+    pub first_entry: u64,
+    /// Statistics of the ranks that divide the vocabulary, from which losses are computed.
+    pub gathered: Option<Gathered>,
+    /// Statistics of the logits, which are computed instead of losses, f32 [rows, 4]; 0 if they are not needed.
+    pub statistics: u64,
+}
+
+/// Statistics of the rows of a chunk for all ranks that divide a vocabulary.
+#[derive(Debug, Clone, Copy)]
+pub struct Gathered {
+    /// The address of the first rank's statistics, f32 [rows, 4].
+    pub address: u64,
+    /// Number of ranks.
+    pub ranks: u64,
+    /// Distance between the statistics of two ranks, in rows.
+    pub distance: u64,
 }
 
 /// Processes a chunk of rows of a language model's head: computes the losses of logits [rows, vocabulary], and
 /// replaces the logits by their gradient. Rows may have gaps between them. If `cap` is above 0, a logit x is first
-/// replaced by cap·tanh(x/cap).
+/// replaced by cap·tanh(x/cap). If there are statistics of all ranks and no gradients, the logits are not read.
 pub fn head(
     logits: &Operand,
-    HeadRows { targets, losses, likelihoods, weights, rest }: HeadRows,
+    HeadRows { targets, losses, likelihoods, weights, rest, vocabulary, first_entry, gathered, statistics }: HeadRows,
     upstream: Upstream<'_>,
     terms: &LossTerms,
     cap: f64,
@@ -182,8 +206,13 @@ pub fn head(
         d_loss: 0.0,
         has_gradient: 0,
         cap: cap as f32,
-        terms: terms.for_row(logits.width() as usize),
+        terms: terms.for_row(vocabulary as usize),
         kept: 0,
+        first_entry,
+        gathered: gathered.map_or(0, |gathered| gathered.address),
+        ranks: gathered.map_or(0, |gathered| gathered.ranks),
+        distance: gathered.map_or(0, |gathered| gathered.distance),
+        statistics,
     };
     let arguments = match upstream {
         Upstream::None => none,

@@ -1,0 +1,312 @@
+//! All ranks' graphs, evaluated side by side in f64, give the whole graph's losses and gradients.
+
+use std::any::Any;
+use std::collections::{BTreeMap, HashMap};
+use std::sync::{Arc, Mutex};
+
+use candle_core::DType;
+use gapless_kernels::{Numbers, Spec, Stream, Window};
+use gapless_parallel::Axes;
+
+use super::{Request, Sharded, Sharing, shard};
+use crate::autodiff::differentiate;
+use crate::graph::{Graph, Phase, Source, ValueId, lock};
+use crate::nn::{Module, VarBuilder, embedding, layer_norm, linear, linear_no_bias, rms_norm};
+use crate::ops::Collective;
+use crate::reference::{Array, Reference, evaluate};
+use crate::{Result, Tensor};
+
+const BATCH: usize = 2;
+const TOKENS: usize = 8;
+const VOCABULARY: usize = 11;
+const WIDTH: usize = 12;
+
+/// Evaluates the graphs of all ranks node by node. Returns the values of each rank.
+fn evaluate_together(graphs: &[&Graph], given: &[HashMap<String, Array>], stream: Stream) -> Vec<Vec<Array>> {
+    let source = |graph: &Graph, given: &HashMap<String, Array>, id: ValueId| match &graph.value(id).source {
+        Source::Node { .. } => None,
+        Source::Persistent { name, .. } | Source::Input { name } | Source::Cache { name } => Some(given[name].clone()),
+        Source::Constant(number) => Some(Array::new(&[], vec![*number])),
+        Source::Data { elements, .. } => Some(Array::new(graph.value(id).spec.dims(), elements.to_vec())),
+    };
+    let mut values: Vec<Vec<Option<Array>>> = graphs
+        .iter()
+        .zip(given)
+        .map(|(graph, given)| {
+            graph.value_ids().map(|id| if graph.is_view(id) { None } else { source(graph, given, id) }).collect()
+        })
+        .collect();
+    let read = |graph: &Graph, values: &[Option<Array>], id: ValueId| {
+        let value = graph.value(id);
+        values[value.root.index()].as_ref().expect("made before it is used").view(&value.layout)
+    };
+    let collective_of = |graph: &Graph, index: usize| {
+        graph.nodes().get(index).and_then(|node| (&*node.op as &dyn Any).downcast_ref::<Collective>()).copied()
+    };
+    let put = |graph: &Graph, values: &mut [Option<Array>], index: usize, outputs: Vec<Array>| {
+        let node = &graph.nodes()[index];
+        for (&id, output) in node.outputs.iter().zip(outputs) {
+            assert_eq!(output.dims, graph.value(id).spec.dims(), "the shape of {}", node.op.name());
+            // What is changed in place is changed for all that read it later.
+            for &(input, _) in node.op.mutates() {
+                values[graph.value(node.inputs[input]).root.index()] = Some(output.clone());
+            }
+            values[id.index()] = Some(output);
+        }
+    };
+    let mut at = vec![0; graphs.len()];
+    loop {
+        // Each rank runs up to its next collective.
+        for ((graph, values), at) in graphs.iter().zip(&mut values).zip(&mut at) {
+            while *at < graph.nodes().len() && collective_of(graph, *at).is_none() {
+                let node = &graph.nodes()[*at];
+                if !graph.is_view(node.outputs[0]) {
+                    let inputs: Vec<Array> = node.inputs.iter().map(|&id| read(graph, values, id)).collect();
+                    let outputs = node.op.reference(&Reference { inputs: inputs.iter().collect(), stream });
+                    put(graph, values, *at, outputs);
+                }
+                *at += 1;
+            }
+        }
+        let Some(collective) = collective_of(graphs[0], at[0]) else { break };
+        let mut inputs = Vec::new();
+        for ((graph, values), &at) in graphs.iter().zip(&values).zip(&at) {
+            assert_eq!(collective_of(graph, at), Some(collective), "all ranks have the same collectives");
+            inputs.push(read(graph, values, graph.nodes()[at].inputs[0]));
+        }
+        let sum = || inputs[1..].iter().fold(inputs[0].clone(), |sum, part| sum.zip(part, |a, b| a + b));
+        let ranks = graphs.len();
+        let outputs: Vec<Array> = match collective {
+            Collective::AllReduce { .. } => vec![sum(); ranks],
+            Collective::ReduceScatter { .. } => {
+                let sum = sum();
+                let part = sum.data.len() / ranks;
+                sum.data.chunks(part).map(|part| Array::new(&[part.len()], part.to_vec())).collect()
+            }
+            Collective::AllGather { .. } => {
+                let all: Vec<f64> = inputs.iter().flat_map(|input| input.data.clone()).collect();
+                vec![Array::new(&[all.len()], all); ranks]
+            }
+            other => panic!("{other:?} is not used"),
+        };
+        for (((graph, values), at), output) in graphs.iter().zip(&mut values).zip(&mut at).zip(outputs) {
+            put(graph, values, *at, vec![output]);
+            *at += 1;
+        }
+    }
+    assert!(graphs.iter().zip(&at).all(|(graph, &at)| at == graph.nodes().len()), "all ranks reach the end");
+    graphs
+        .iter()
+        .zip(&values)
+        .map(|(graph, values)| graph.value_ids().map(|id| read(graph, values, id)).collect())
+        .collect()
+}
+
+/// A model's graph with its gradients.
+struct Recorded {
+    graph: Arc<Mutex<Graph>>,
+    tokens: ValueId,
+    loss: ValueId,
+    /// Names of parameters with their ids and gradients.
+    gradients: Vec<(String, ValueId, ValueId)>,
+    given: HashMap<String, Array>,
+}
+
+fn record(model: impl Fn(&VarBuilder, &Tensor, &Tensor) -> Result<Tensor>) -> Result<Recorded> {
+    let graph = Arc::new(Mutex::new(Graph::default()));
+    let vb = VarBuilder::new(&graph, DType::F32);
+    let input = |name| {
+        let id = lock(&graph).add_input(name, Spec { shape: (BATCH, TOKENS).into(), dtype: DType::U32 })?;
+        Ok::<Tensor, crate::Error>(Tensor::of(&graph, id))
+    };
+    let (tokens, targets) = (input("tokens")?, input("targets")?);
+    let loss = model(&vb, &tokens, &targets)?;
+    let mut gradients = Vec::new();
+    let made = differentiate(&graph, &loss, 1.0)?;
+    loss.set_phase(Phase::Update);
+    for gradient in made {
+        let summands = gradient.summands.iter().map(|&id| Ok(Tensor::of(&graph, id)));
+        let sum = summands.reduce(|a: Result<Tensor>, b| a?.add(&b?)).expect("a gradient has a summand")?;
+        let parameter = Tensor::of(&graph, gradient.parameter);
+        gradients.push((parameter.id(), sum.reshape(parameter.dims().to_vec())?.id()));
+    }
+    let guard = lock(&graph);
+    let name = |id: ValueId| guard.persistent().find(|p| p.0 == id).expect("parameters have names").1.to_owned();
+    let gradients = gradients.into_iter().map(|(id, gradient)| (name(id), id, gradient)).collect();
+    let mut given = HashMap::new();
+    for (index, (id, name)) in guard.persistent().enumerate() {
+        let (numbers, dims) = (Numbers::from_seed(index as u64), guard.value(id).spec.dims());
+        let count = dims.iter().product();
+        given.insert(name.to_owned(), Array::new(dims, (0..count).map(|i| 0.5 * numbers.normal(i)).collect()));
+    }
+    for (name, seed) in [("tokens", 101), ("targets", 102)] {
+        let numbers = Numbers::from_seed(seed);
+        let ids = (0..BATCH * TOKENS).map(|i| (f64::from(numbers.uniform(i)) * VOCABULARY as f64).floor());
+        given.insert(name.to_owned(), Array::new(&[BATCH, TOKENS], ids.collect()));
+    }
+    let (tokens, loss) = (tokens.id(), loss.id());
+    drop(guard);
+    Ok(Recorded { graph, tokens, loss, gradients, given })
+}
+
+/// Checks the graphs of some ranks. Returns the parameters that they divide, and the collectives of the first rank.
+fn check(recorded: &Recorded, ranks: usize, sequence: bool) -> (Vec<String>, Vec<&'static str>) {
+    let Recorded { graph, tokens, loss, gradients, given } = recorded;
+    let graph = lock(graph);
+    let stream = Stream::new(7, 0, 0);
+    let whole = evaluate(&graph, given, stream);
+    let pairs: Vec<(ValueId, ValueId)> =
+        gradients.iter().map(|&(_, parameter, gradient)| (parameter, gradient)).collect();
+    let request = Request { tokens: *tokens, outputs: &[*loss], gradients: &pairs, windows: None };
+    let of_rank = |rank| shard(&graph, &Sharing { axes: Axes::TENSOR, ranks, rank, sequence }, &request).unwrap();
+    let sharded: Vec<Sharded> = (0..ranks).map(of_rank).collect();
+    assert!(sharded[0].gathered.is_empty(), "{:?} have no rule", sharded[0].gathered);
+    let part =
+        |array: &Array, window: &Window| window.runs().flatten().map(|index| array.data[index]).collect::<Vec<_>>();
+    let given_to = |sharded: &Sharded| -> HashMap<String, Array> {
+        let of_rank = |(name, array): (&String, &Array)| match sharded.windows.get(name) {
+            Some(window) => (name.clone(), Array::new(&window.dims(), part(array, window))),
+            None => (name.clone(), array.clone()),
+        };
+        given.iter().map(of_rank).collect()
+    };
+    let parts: Vec<HashMap<String, Array>> = sharded.iter().map(given_to).collect();
+    let graphs: Vec<&Graph> = sharded.iter().map(|sharded| &sharded.graph).collect();
+    let values = evaluate_together(&graphs, &parts, stream);
+    let what = format!("{ranks} ranks, sequence: {sequence}");
+    let expect = |made: &[f64], exact: &[f64], name: &str| {
+        assert_eq!(made.len(), exact.len(), "{what}: {name}");
+        let norm = exact.iter().map(|x| x * x).sum::<f64>().sqrt();
+        let distance = made.iter().zip(exact).map(|(a, b)| (a - b) * (a - b)).sum::<f64>().sqrt();
+        assert!(distance <= 1e-10 * norm.max(1e-3), "{what}: {name} is off by {distance} of {norm}");
+    };
+    for (sharded, values) in sharded.iter().zip(&values) {
+        expect(&values[sharded.value(*loss).index()].data, &whole[loss.index()].data, "the loss");
+        for (name, _, gradient) in gradients {
+            let exact = part(&whole[gradient.index()], &sharded.windows[name]);
+            expect(&values[sharded.value(*gradient).index()].data, &exact, &format!("the gradient of {name}"));
+        }
+    }
+    let split = sharded[0].windows.iter().filter(|(_, window)| !window.is_whole()).map(|(name, _)| name.clone());
+    let collectives = sharded[0].graph.nodes().iter().filter(|node| (&*node.op as &dyn Any).is::<Collective>());
+    (split.collect(), collectives.map(|node| node.op.name()).collect())
+}
+
+/// A block of GPT with a fused projection of `heads` heads, and a feed-forward layer.
+fn gpt(vb: &VarBuilder, x: &Tensor, heads: usize) -> Result<Tensor> {
+    let size = WIDTH / heads;
+    let h = layer_norm(WIDTH, 1e-5, vb.pp("norm1"))?.forward(x)?;
+    let qkv = linear(WIDTH, 3 * WIDTH, vb.pp("qkv"))?.forward(&h)?;
+    let head = |i: usize| qkv.narrow(2, i * WIDTH, WIDTH)?.reshape((BATCH, TOKENS, heads, size))?.transpose(1, 2);
+    let y = head(0)?.causal_attention(&head(1)?, &head(2)?, 0.5)?.transpose(1, 2)?.reshape((BATCH, TOKENS, WIDTH))?;
+    let x = x.add(&linear(WIDTH, WIDTH, vb.pp("proj"))?.forward(&y)?.dropout(0.1)?)?;
+    let h = layer_norm(WIDTH, 1e-5, vb.pp("norm2"))?.forward(&x)?;
+    let h = linear(WIDTH, 4 * WIDTH, vb.pp("fc"))?.forward(&h)?.gelu()?;
+    x.add(&linear(4 * WIDTH, WIDTH, vb.pp("out"))?.forward(&h)?)
+}
+
+/// A block of Llama with grouped heads.
+fn llama(vb: &VarBuilder, x: &Tensor, (heads, kv_heads): (usize, usize)) -> Result<Tensor> {
+    let size = 6;
+    let h = rms_norm(WIDTH, 1e-5, vb.pp("norm1"))?.forward(x)?;
+    let project = |name: &str, heads: usize| {
+        let y = linear_no_bias(WIDTH, heads * size, vb.pp(name))?.forward(&h)?;
+        y.reshape((BATCH, TOKENS, heads, size))?.transpose(1, 2)
+    };
+    let (q, k) = (project("q", heads)?.rope(100.0)?, project("k", kv_heads)?.rope(100.0)?);
+    let y = q.causal_attention(&k, &project("v", kv_heads)?, 0.5)?.transpose(1, 2)?;
+    let y = y.reshape((BATCH, TOKENS, heads * size))?;
+    let x = x.add(&linear_no_bias(heads * size, WIDTH, vb.pp("o"))?.forward(&y)?)?;
+    let h = rms_norm(WIDTH, 1e-5, vb.pp("norm2"))?.forward(&x)?;
+    let gate = linear_no_bias(WIDTH, 20, vb.pp("gate"))?.forward(&h)?.silu()?;
+    let h = gate.mul(&linear_no_bias(WIDTH, 20, vb.pp("up"))?.forward(&h)?)?;
+    x.add(&linear_no_bias(20, WIDTH, vb.pp("down"))?.forward(&h)?)
+}
+
+#[test]
+fn ranks_of_gpt_and_llama_give_the_whole_gradients() {
+    let tied_gpt = record(|vb, tokens, targets| {
+        let table = embedding(VOCABULARY, WIDTH, vb.pp("wte"))?;
+        let x = table.forward(tokens)?;
+        let x = x.broadcast_add(&vb.pp("wpe").get((TOKENS, WIDTH), "weight")?)?.dropout(0.1)?;
+        let x = gpt(&vb.pp("h.1"), &gpt(&vb.pp("h.0"), &x, 6)?, 6)?;
+        let x = layer_norm(WIDTH, 1e-5, vb.pp("norm"))?.forward(&x)?;
+        x.linear_cross_entropy(table.embeddings(), targets)?.mean_all()
+    })
+    .unwrap();
+    let llama = record(|vb, tokens, targets| {
+        let x = embedding(VOCABULARY, WIDTH, vb.pp("wte"))?.forward(tokens)?;
+        let x = llama(&vb.pp("h.1"), &llama(&vb.pp("h.0"), &x, (8, 2))?, (8, 4))?;
+        let x = rms_norm(WIDTH, 1e-5, vb.pp("norm"))?.forward(&x)?;
+        let logits = linear_no_bias(WIDTH, VOCABULARY, vb.pp("head"))?.forward(&x)?;
+        logits.flatten(0, 1)?.cross_entropy(&targets.flatten_all()?)?.mean_all()
+    })
+    .unwrap();
+    for sequence in [false, true] {
+        for ranks in [2, 3, 4, 8] {
+            for (name, model) in [("GPT", &tied_gpt), ("Llama", &llama)] {
+                if sequence && !TOKENS.is_multiple_of(ranks) {
+                    continue;
+                }
+                let (split, collectives) = check(model, ranks, sequence);
+                assert!(!split.is_empty() && !collectives.is_empty(), "{name}: {split:?}, {collectives:?}");
+            }
+        }
+    }
+}
+
+/// The collectives of each phase: operation and elements of the whole tensor, in order.
+fn sent(sharded: &Sharded, ranks: usize) -> BTreeMap<Phase, Vec<(&'static str, usize)>> {
+    let graph = &sharded.graph;
+    let mut sent: BTreeMap<Phase, Vec<(&'static str, usize)>> = BTreeMap::new();
+    for node in graph.nodes() {
+        let Some(collective) = (&*node.op as &dyn Any).downcast_ref::<Collective>() else { continue };
+        let parts = if let Collective::AllGather { .. } = collective { ranks } else { 1 };
+        let elements = graph.value(node.inputs[0]).spec.elements() * parts;
+        sent.entry(node.phase).or_default().push((node.op.name(), elements));
+    }
+    sent
+}
+
+/// A layer sends what Megatron-LM sends (arXiv 1909.08053, section 3; 2205.05198, section 4.2.2).
+#[test]
+fn layers_send_what_megatron_sends() {
+    let layers = 2;
+    let recorded = record(|vb, tokens, targets| {
+        let mut x = embedding(VOCABULARY, WIDTH, vb.pp("wte"))?.forward(tokens)?;
+        for layer in 0..layers {
+            x = llama(&vb.pp("h").pp(layer), &x, (4, 2))?;
+        }
+        let x = rms_norm(WIDTH, 1e-5, vb.pp("norm"))?.forward(&x)?;
+        x.linear_cross_entropy(&vb.pp("head").get((VOCABULARY, WIDTH), "weight")?, targets)?.mean_all()
+    })
+    .unwrap();
+    let graph = lock(&recorded.graph);
+    let pairs: Vec<(ValueId, ValueId)> = recorded.gradients.iter().map(|&(_, a, b)| (a, b)).collect();
+    let request = Request { tokens: recorded.tokens, outputs: &[recorded.loss], gradients: &pairs, windows: None };
+    let (ranks, x) = (2, BATCH * TOKENS * WIDTH);
+    let of = |sequence| shard(&graph, &Sharing { axes: Axes::TENSOR, ranks, rank: 0, sequence }, &request).unwrap();
+    let statistics = ("all_gather", ranks * BATCH * TOKENS * 4);
+    let plain = sent(&of(false), ranks);
+    // The embedding, two sums per layer, the head's statistics, and dx of the head, which the forward computes.
+    let sums = vec![("all_reduce", x); 1 + 2 * layers];
+    assert_eq!(plain[&Phase::Forward], [sums.clone(), vec![statistics, ("all_reduce", x)]].concat());
+    assert_eq!(plain[&Phase::BackwardInput], vec![("all_reduce", x); 2 * layers]);
+    assert!(!plain.contains_key(&Phase::BackwardWeight) && !plain.contains_key(&Phase::Update));
+    let split = sent(&of(true), ranks);
+    let (gather, scatter) = (("all_gather", x), ("reduce_scatter", x));
+    let forward = [vec![scatter], [gather, scatter].repeat(2 * layers), vec![gather, statistics, scatter]].concat();
+    assert_eq!(split[&Phase::Forward], forward);
+    // A gather of dy before each row-split product, and a reduce-scatter of dx behind each column-split one; in the end,
+    // the table's dy is gathered.
+    let backward = [[gather, scatter].repeat(2 * layers), vec![gather]].concat();
+    let of_phase = |phase| split.get(&phase).cloned().unwrap_or_default();
+    let (inputs, weights) = (of_phase(Phase::BackwardInput), of_phase(Phase::BackwardWeight));
+    let both = |list: &[(&'static str, usize)], one| list.iter().filter(|&&sent| sent == one).count();
+    assert_eq!(both(&inputs, scatter) + both(&weights, scatter), both(&backward, scatter), "{inputs:?} {weights:?}");
+    // The inputs of column-split products are gathered again for the gradients of their weights.
+    let gathers = both(&inputs, gather) + both(&weights, gather);
+    assert_eq!(gathers, both(&backward, gather) + 2 * layers, "{inputs:?} {weights:?}");
+    // The gradients of norms are summed once per step.
+    assert_eq!(of_phase(Phase::Update), vec![("all_reduce", WIDTH); 2 * layers + 1]);
+}
