@@ -28,5 +28,5 @@ mod spec;
 
 pub use cpu::{Args, Element};
 pub use loss::{LossTerms, RowLoss};
-pub use random::{Numbers, Stream};
+pub use random::{Numbers, StochasticRounding, Stream};
 pub use spec::{Spec, width};

@@ -221,6 +221,11 @@ impl Update<'_> {
         let updated = target.rule.update(ParameterUpdate {
             parameter: &parameter,
             info: target.info,
+            part: match target.part {
+                Ownership::Whole => 0,
+                Ownership::OfBatch => self.plan.batch_rank(),
+                Ownership::OfExperts => self.plan.at.expert,
+            },
             gradient: &target.gradient,
             states: of_rule,
             norm: &inputs.norm,
