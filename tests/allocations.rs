@@ -53,7 +53,7 @@ fn main() {
 
 /// Returns the number of steps whose allocations are counted. The call itself allocates.
 fn counted() -> usize {
-    few(&[20, 100], 1).last().copied().unwrap()
+    few(&[20, 40], 1).last().copied().unwrap()
 }
 
 /// Counts allocations per generated token, for several sequences, with caches and every sampling rule.

@@ -47,13 +47,13 @@ fn train(budget: Option<u64>, offload: &str) {
         sequence: 256,
         layers: 6,
         heads: 4,
-        width: 256,
+        width: 128,
         dropout: 0.0,
         ..GptConfig::default()
     };
     let options = TrainOptions {
         step: StepOptions {
-            batch: 8,
+            batch: 16,
             sequence: 256,
             memory: MemoryOptions {
                 offload: offload.split_terminator(',').map(str::to_owned).collect(),
@@ -72,7 +72,7 @@ fn train(budget: Option<u64>, offload: &str) {
         Err(TrainError::Compile(CompileError::OverBudget { smallest, .. })) => return println!("{smallest} 0 0"),
         Err(error) => panic!("{error}"),
     };
-    let tokens: Vec<u32> = (0..8 * 256).map(|i| i % 512).collect();
+    let tokens: Vec<u32> = (0..16 * 256).map(|i| i % 512).collect();
     trainer.step(&tokens, &tokens).unwrap();
     let report = trainer.report();
     println!("{} {} {}", report.arena_bytes, report.host_bytes, resident_peak().unwrap());

@@ -53,7 +53,7 @@ fn root() -> std::path::PathBuf {
 
 /// The options of TRL's steps.
 fn settings(preference: Preference, trainable: Trainable) -> TrainOptions {
-    let optimizer = AdamW { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.0, max_norm: 1.0 };
+    let optimizer = AdamW { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.0, max_norm: 1.0, ..AdamW::default() };
     let step = StepOptions {
         batch: 2 * PAIRS,
         documents: true,

@@ -187,7 +187,7 @@ fn logits_are_those_of_candle() -> Result {
 /// as strict as that of gradients.
 #[test]
 fn training_steps_are_those_of_candle() -> Result {
-    const STEPS: u32 = 5;
+    const STEPS: u32 = 3;
     let mut verdict = Verdict::default();
     for (config, sequence) in models() {
         let all = [

@@ -59,6 +59,17 @@ const WRONG: &[(&str, &str, &[&str])] = &[
     ("device = \"cpu\"", "device = \"gpu\"", &["line 4", "unknown device", "cuda:0"]),
     ("device = \"cpu\"", "device = \"cuda:x\"", &["line 4", "not the number of a GPU"]),
     ("precision = \"f32\"", "precision = \"f16\"", &["line 20", "unknown variant `f16`", "`bf16`"]),
+    ("device = \"cpu\"", "device = \"cpu\"\ntf32 = true", &["tf32 (line 5)", "only GPUs", "leave it out"]),
+    (
+        "precision = \"f32\"",
+        "precision = \"bf16\"\n[optimizer]\nstochastic_rounding = true",
+        &["optimizer.stochastic_rounding (line 22)", "masters", "pure_bf16"],
+    ),
+    (
+        "precision = \"f32\"",
+        "precision = \"pure_bf16\"\n[optimizer]\nname = \"lion\"\nstochastic_rounding = true",
+        &["optimizer.stochastic_rounding (line 23)", "rounds to the nearest", "adamw"],
+    ),
     ("threads = 1", "threads = 100000", &["threads (line 1)", "more than the maximum of 1024", "0 for all"]),
     ("threads = 1", "thread = 1", &["line 1", "did you mean `threads`"]),
     ("[evaluation]", "[evalution]", &["line 23", "did you mean `evaluation`"]),

@@ -8,7 +8,10 @@ use gapless::engine::checkpoint::Checkpoint;
 use gapless::engine::compile::{Executable, Program};
 use gapless::models::{Gpt, GptConfig, Llama, LlamaConfig, MoeStyle};
 use gapless::nn::{Embedding, Module, VarBuilder, embedding};
-use gapless::{DType, Layers, Mesh, Model, Precision, Recompute, Result, StepOptions, Tensor, TrainOptions};
+use gapless::{
+    AdamW, DType, Layers, LearningRate, Mesh, Model, Precision, Recompute, Result, StepOptions, Tensor, TrainOptions,
+    Trainer,
+};
 
 use crate::common::{Kind, TinyRun, VOCABULARY, on_cpu};
 
@@ -177,6 +180,51 @@ fn ranks_train_in_bf16() {
 fn a_resumed_run_in_bf16_goes_on_with_the_same_bits() {
     let dir = tempfile::tempdir().unwrap();
     let run = run(Kind::Gpt);
+    let mut straight = run.trainer();
+    run.go_on(&mut straight, 2);
+    straight.save(dir.path(), serde_json::Value::Null).unwrap();
+    let expected = run.go_on(&mut straight, 2);
+    let mut resumed = run.trainer();
+    resumed.resume(&Checkpoint::latest(dir.path()).unwrap().unwrap()).unwrap();
+    assert_eq!(run.go_on(&mut resumed, 2), expected);
+}
+
+/// Stochastic rounding keeps changes that rounding to the nearest value loses. Its bits do not depend on the number of
+/// threads, on poison, on pipeline stages or on a resumption.
+#[test]
+fn stochastic_rounding_keeps_small_changes() {
+    let rounding = |stochastic_rounding: bool| {
+        let mut run = run(Kind::Gpt);
+        run.options.step.precision = Precision::PureBf16;
+        run.options.step.optimizer = AdamW { stochastic_rounding, ..AdamW::default() }.into();
+        // Far less than half the distance between the bf16 values near a typical weight of 0.02, which is 2⁻¹⁴.
+        run.options.learning_rate = LearningRate::constant(1e-6);
+        run
+    };
+    let changed = |run: &TinyRun| {
+        let mut trainer = run.trainer();
+        let read = |trainer: &Trainer| {
+            let tensors = trainer.parameter_names().map(|name| trainer.tensor(name).unwrap());
+            let matrices = tensors.filter(|tensor| tensor.rank() >= 2);
+            let wide = |of: candle_core::Tensor| of.flatten_all().unwrap().to_dtype(DType::F32).unwrap();
+            matrices.flat_map(|tensor| wide(tensor).to_vec1::<f32>().unwrap()).collect::<Vec<_>>()
+        };
+        let before = read(&trainer);
+        run.go_on(&mut trainer, 4);
+        let after = read(&trainer);
+        let changes = before.iter().zip(&after).filter(|(before, after)| before != after);
+        changes.count() as f64 / before.len() as f64
+    };
+    let [nearest, stochastic] = [false, true].map(|is_stochastic| changed(&rounding(is_stochastic)));
+    assert!(nearest < 0.05 && stochastic > 2.0 * nearest + 0.02, "{nearest} and {stochastic} of the elements change");
+    let run = rounding(true);
+    let plain = run.steps(3);
+    let mut other = run.clone();
+    (other.options.threads, other.options.poison) = (3, true);
+    assert_eq!(plain, other.steps(3), "threads and poison");
+    other.options.step.mesh = Mesh::pipeline(2);
+    assert_eq!(plain, other.steps_on_ranks(3), "two stages");
+    let dir = tempfile::tempdir().unwrap();
     let mut straight = run.trainer();
     run.go_on(&mut straight, 2);
     straight.save(dir.path(), serde_json::Value::Null).unwrap();

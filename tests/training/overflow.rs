@@ -11,7 +11,7 @@ use gapless::{
     parallel,
 };
 
-use gapless_testing::{few, in_turn};
+use gapless_testing::{every_other, few};
 
 use crate::uneven::{Case, LAYERS, Pattern, SEQUENCE, STEPS, batch, cases, config, experts, options};
 
@@ -109,7 +109,7 @@ fn growing_changes_no_bit_and_lasts() {
     ];
     let cases: Vec<Case> = uneven_cases().collect();
     for (turn, case) in few(&cases, 4).iter().enumerate() {
-        for &(mesh, routing) in in_turn(&all, turn) {
+        for (mesh, routing) in every_other(&all, turn) {
             let what = format!("{} on {mesh:?}, {routing:?}", case.name);
             let worst = run(case, &on(mesh, Reserve::Worst, Overflow::Error));
             let grown = run(case, &on(mesh, routing, Overflow::Grow));
@@ -159,7 +159,7 @@ fn evicted_rows_are_recomputed_with_the_same_bits() {
     ];
     let cases: Vec<Case> = uneven_cases().collect();
     for (turn, case) in few(&cases, 4).iter().enumerate() {
-        for &(mesh, factor, recompute) in in_turn(&all, turn) {
+        for (mesh, factor, recompute) in every_other(&all, turn) {
             let what = format!("{} on {mesh:?}, {factor}, {recompute}", case.name);
             let recompute: Recompute = recompute.parse().unwrap();
             let with = |routing, overflow| TrainOptions {
@@ -212,7 +212,7 @@ fn letting_go_goes_with_all_that_moves_the_backward() {
     for (turn, &(name, chunks)) in few(&[("zbv", 2), ("zb-h1", 1), ("interleaved", 2)], 1).iter().enumerate() {
         let mesh = Mesh { pipeline: 2, ..experts(2) };
         let pipeline = Pipeline { schedule: parallel::by_name(name).unwrap().into(), chunks, ..Pipeline::default() };
-        for policy in in_turn(&["none", "layers"], turn) {
+        for policy in every_other(&["none", "layers"], turn) {
             let recompute = policy.parse().unwrap();
             let options = on(mesh, Reserve::Worst, Overflow::Error);
             check(

@@ -29,6 +29,6 @@ mod window;
 
 pub use cpu::{Args, Element};
 pub use loss::{LossTerms, RowLoss};
-pub use random::{Numbers, Stream};
+pub use random::{Numbers, StochasticRounding, Stream};
 pub use spec::{Spec, width};
 pub use window::{Spread, Window};

@@ -72,6 +72,33 @@ impl Numbers {
     }
 }
 
+/// Stochastic rounding of the elements of one stored tensor. Its random numbers are a function of the step, the tensor and
+/// the element.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct StochasticRounding {
+    /// A hash of the tensor's name.
+    pub tensor: u32,
+    /// Index of the part, if the tensor is one of several equal parts of a larger one.
+    pub part: u32,
+}
+
+impl StochasticRounding {
+    /// The first of the places of tensors. Operations of a model have smaller ones.
+    pub const PLACES: u64 = 1 << 32;
+
+    /// Returns the rounding of a part of the tensor with this name. The hash is FNV-1a (Fowler, Noll & Vo, RFC 9923).
+    pub fn of(name: &str, part: usize) -> Self {
+        let hash = |hash: u32, byte: u8| (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193);
+        Self { tensor: name.bytes().fold(0x811c_9dc5, hash), part: part as u32 }
+    }
+
+    /// Returns the random numbers of the step of `stream`, for a part of `elements` elements.
+    pub fn numbers(self, mut stream: Stream, elements: usize) -> Numbers {
+        stream.micro_batch = self.part.into();
+        stream.place(Self::PLACES + u64::from(self.tensor), elements)
+    }
+}
+
 #[inline(always)]
 fn mix(mut z: u64) -> u64 {
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -89,6 +116,17 @@ mod tests {
         let halves = [Stream::new(1, 7, 0).place(3, 4), Stream::new(1, 7, 1).place(3, 4)];
         for i in 0..8 {
             assert_eq!(whole.bits(i), halves[i / 4].bits(i % 4));
+        }
+    }
+
+    #[test]
+    fn parts_of_a_tensor_are_rounded_as_the_whole() {
+        let [stream, another] = [0, 3].map(|micro_batch| Stream::new(1, 7, micro_batch));
+        let whole = StochasticRounding::of("h.0.weight", 0).numbers(stream, 8);
+        let parts = [0, 1].map(|part| StochasticRounding::of("h.0.weight", part).numbers(another, 4));
+        for i in 0..8 {
+            assert_eq!(whole.bits(i), parts[i / 4].bits(i % 4));
+            assert_ne!(whole.bits(i), StochasticRounding::of("h.1.weight", 0).numbers(stream, 8).bits(i));
         }
     }
 

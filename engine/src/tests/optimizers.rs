@@ -73,6 +73,7 @@ impl Update {
         let update = ParameterUpdate {
             parameter: &weight,
             info,
+            part: 0,
             gradient: &gradient,
             states: &states,
             norm: &norm,

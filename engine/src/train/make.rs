@@ -7,10 +7,6 @@
 use std::path::Path;
 
 use gapless_alloc::Role;
-#[cfg(feature = "cuda")]
-use gapless_compile::InstrKind;
-#[cfg(feature = "cuda")]
-use gapless_compile::internal::Instruction;
 use gapless_compile::report::{Report, largest_at_peak};
 use gapless_compile::step::{
     Build, CompiledStep, Overflow, RankPlan, Share, StepOptions, boxed_build, compile_inference, compile_step,
@@ -170,8 +166,7 @@ impl TrainerBuilder<'_> {
     ///
     /// - if the arena does not fit the device's memory;
     /// - if the offload file cannot be created ([`RuntimeError::Offload`](gapless_runtime::Error::Offload));
-    /// - if the host has too little pinned memory for activations that a GPU offloads (`RuntimeError::Device`), or if
-    ///   integers are to be offloaded from a GPU to a file;
+    /// - if the host has too little pinned memory for activations that a GPU offloads (`RuntimeError::Device`);
     /// - if a requested GPU is missing or has no kernels for a step (`RuntimeError::Device`,
     ///   `RuntimeError::NoDeviceKernels`);
     /// - if there are several ranks, and `world` and the mesh have different numbers of ranks;
@@ -217,20 +212,6 @@ impl TrainerBuilder<'_> {
         }
         Trainer::of(Box::new(session), DeviceInfo::cpu(threads, because), compiled, &plan, options.clone())
     }
-}
-
-/// Returns an error if an executable offloads integers. A GPU offloads only floats to a file: if the file fails, they are
-/// NaN, so that the step is skipped. No integer says that it is missing.
-#[cfg(feature = "cuda")]
-fn expect_floats_offloaded(executable: &Executable) -> Result<()> {
-    let mut instructions = executable.programs().iter().flat_map(|program| &program.instructions);
-    let is_refused = |instruction: &&Instruction| match instruction.kind {
-        InstrKind::Fetch(_) => instruction.outputs.iter().any(|output| !output.dtype.is_float()),
-        _ => false,
-    };
-    let Some(refused) = instructions.find(is_refused) else { return Ok(()) };
-    let why = format!("{} has a result of integers, which a GPU offloads to host memory only", refused.describe());
-    Err(TrainError::config("memory.offload_to", why, "leave it out, or leave the operation out of memory.offload"))
 }
 
 impl Trainer {
@@ -304,10 +285,10 @@ impl Trainer {
         let (executable, compiled) = purpose.compile(build, step, &plan, Target::Cuda)?;
         let Share { first, stride, .. } = Share::of(step, plan.at);
         Session::launches(&executable)?;
-        if options.step.memory.offload_to.is_some() {
-            expect_floats_offloaded(&executable)?;
-        }
         let mut device = open()?;
+        if options.tf32 {
+            device.use_tf32();
+        }
         if let Some(folder) = &options.step.memory.offload_to {
             device.offload_to(folder);
         }

@@ -216,8 +216,7 @@ impl Trainer {
     ///   [`RuntimeError::Growth`](gapless_runtime::Error::Growth) if there is no room for the rows that experts
     ///   receive.
     /// - Returns [`RuntimeError::Offload`](gapless_runtime::Error::Offload) if the offload file cannot be written or
-    ///   read. On a GPU, the error comes after the step, in which activations that could not be read back are NaN. The
-    ///   gradients are then NaN, which leaves the model unchanged as above.
+    ///   read. A GPU reports the error before the update, so the model does not change, unless gradients are released.
     pub fn step(&mut self, tokens: &[u32], targets: &[u32]) -> Result<StepReport> {
         self.step_batch(&Batch { tokens, targets, starts: &[] })
     }

@@ -27,6 +27,10 @@ pub struct TrainOptions {
     /// Number of worker threads of each rank; 0 uses all cores. If several ranks are threads of one process, 0 starts
     /// more threads than there are cores. The results do not depend on the number of threads.
     pub threads: usize,
+    /// Whether a GPU rounds the operands of f32 matrix products to TF32 (10 bits of mantissa instead of 23) and multiplies
+    /// them on tensor cores. Sums are f32. Products are then several times as fast, and as inexact as those of bf16 with
+    /// three more bits. Attention and the products of experts are not affected, nor is a CPU.
+    pub tf32: bool,
     /// Whether dead ranges of the arena are filled with NaN between instructions. This is a debugging aid: if it
     /// changes the results, an instruction reads a dead range.
     pub poison: bool,
@@ -40,6 +44,7 @@ impl Default for TrainOptions {
             seed: 0,
             device: DeviceChoice::default(),
             threads: 0,
+            tf32: false,
             poison: false,
         }
     }
@@ -64,7 +69,7 @@ impl TrainOptions {
     /// Returns the settings that must be equal on all ranks, with their names. The device, the number of threads, the
     /// offload folder, the planner's work limit and debugging aids may differ.
     pub(super) fn shared_by_ranks(&self) -> Vec<(&'static str, String)> {
-        let Self { step, learning_rate, seed, device: _, threads: _, poison: _ } = self;
+        let Self { step, learning_rate, seed, device: _, threads: _, tf32, poison: _ } = self;
         let StepOptions { batch, micro_batches, sequence, precision, mesh, pipeline, memory, .. } = step;
         let StepOptions {
             trainable, loss, preference, optimizer, update, documents, keep_gradients, generation, ..
@@ -86,6 +91,7 @@ impl TrainOptions {
             ("update", format!("{update:?}")),
             ("learning rate", format!("{learning_rate:?}")),
             ("seed", seed.to_string()),
+            ("tf32", tf32.to_string()),
             ("recompute policy", format!("{recompute:?}")),
             ("budget", format!("{budget:?} {rates:?}")),
             ("set of compressed operations", format!("{compress:?}")),
@@ -112,6 +118,10 @@ impl TrainOptions {
             let why = format!("{} are more than the maximum of {MAX_THREADS}", self.threads);
             let remedy = "use as many as the machine has cores, or 0 for all of them";
             return Err(TrainError::config("threads", why, remedy));
+        }
+        if self.tf32 && self.device == DeviceChoice::Cpu {
+            let why = "only GPUs multiply in TF32, and the device is the CPU";
+            return Err(TrainError::config("tf32", why, "leave it out, or use a GPU"));
         }
         self.step.check()?;
         self.learning_rate.check()?;

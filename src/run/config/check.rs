@@ -3,13 +3,13 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use gapless_engine::TrainError;
 use gapless_engine::compile::step::RankPlan;
 use gapless_engine::data::{Answers, Format, Source};
 use gapless_engine::nn::Preference;
+use gapless_engine::{Precision, TrainError};
 use gapless_models::limits;
 
-use super::{ConfigError, ModelConfig, RunConfig};
+use super::{ConfigError, ModelConfig, Rule, RunConfig};
 
 /// Maximum size of a vocabulary that is trained on the data.
 const MAX_TRAINED_VOCABULARY: usize = 1 << 24;
@@ -56,6 +56,17 @@ impl RunConfig {
         }
         if let Some(epochs) = self.epochs.filter(|epochs| !(epochs.is_finite() && *epochs > 0.0)) {
             return fail("epochs", format!("is {epochs}"), "set it above 0; 1 reads the data once");
+        }
+        if self.optimizer.stochastic_rounding {
+            let key = "optimizer.stochastic_rounding";
+            if self.optimizer.name != Rule::AdamW {
+                let why = format!("{:?} rounds to the nearest value", self.optimizer.name);
+                return fail(key, why, "leave it out, or choose optimizer.name = \"adamw\"");
+            }
+            if self.step.precision != Precision::PureBf16 {
+                let why = "the step has f32 parameters or masters, which are not rounded to bf16".into();
+                return fail(key, why, "leave it out, or choose step.precision = \"pure_bf16\"");
+            }
         }
         let options = self.options();
         options.check().map_err(refused)?;

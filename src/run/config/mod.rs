@@ -73,6 +73,10 @@ pub struct RunConfig {
     /// The number of worker threads of each rank; 0 uses all cores.
     #[serde(default)]
     pub threads: usize,
+    /// Whether a GPU rounds the operands of f32 matrix products to TF32 (10 bits of mantissa instead of 23) and multiplies
+    /// them on tensor cores, which is faster and less exact. A CPU is not affected.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub tf32: bool,
     /// The model to train. Give a table, or a string: the name of a preset (`"gpt2"`), a family with sizes
     /// (`"llama:layers=4,width=256"`) or the path of a Hugging Face folder.
     #[serde(deserialize_with = "model::deserialize")]
@@ -302,6 +306,7 @@ impl RunConfig {
             seed: self.seed,
             device: self.device,
             threads: self.threads,
+            tf32: self.tf32,
             poison: false,
         }
     }

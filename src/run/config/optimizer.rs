@@ -21,6 +21,11 @@ pub struct OptimizerConfig {
     pub weight_decay: f64,
     /// Gradients with a larger global norm are scaled down to this norm; `inf` turns clipping off.
     pub max_norm: f64,
+    /// AdamW: whether parameters and moments in `step.precision = "pure_bf16"` are rounded up or down at random, so that the
+    /// expectation of the rounded value is the exact one. Otherwise changes of less than half the distance to the next bf16
+    /// value are lost.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub stochastic_rounding: bool,
     /// GaLore: the number of directions that are kept of each weight.
     pub rank: usize,
     /// GaLore: the factor of its updates.
@@ -83,8 +88,21 @@ impl Default for OptimizerConfig {
     fn default() -> Self {
         let (AdamW { beta1, beta2, weight_decay, max_norm, .. }, galore) = (AdamW::default(), GaLore::default());
         let (name, rank, alpha, momentum) = (Rule::AdamW, galore.rank, galore.alpha, Muon::default().momentum);
-        let (max_value, average, groups) = (None, None, Vec::new());
-        Self { name, beta1, beta2, weight_decay, max_norm, rank, alpha, momentum, max_value, average, groups }
+        let (stochastic_rounding, max_value, average, groups) = (false, None, None, Vec::new());
+        Self {
+            name,
+            beta1,
+            beta2,
+            weight_decay,
+            max_norm,
+            stochastic_rounding,
+            rank,
+            alpha,
+            momentum,
+            max_value,
+            average,
+            groups,
+        }
     }
 }
 
@@ -92,7 +110,9 @@ impl OptimizerConfig {
     /// The update rule.
     pub fn optimizer(&self) -> Arc<dyn Optimizer> {
         let &Self { name, beta1, beta2, weight_decay, max_norm, rank, alpha, momentum, .. } = self;
-        let adamw = AdamW { beta1, beta2, weight_decay, max_norm, ..AdamW::default() };
+        // Groups with another rule round to the nearest value.
+        let stochastic_rounding = self.stochastic_rounding && name == Rule::AdamW;
+        let adamw = AdamW { beta1, beta2, weight_decay, max_norm, stochastic_rounding, ..AdamW::default() };
         match name {
             Rule::AdamW => adamw.into(),
             Rule::AdamW8bit => AdamW8bit { rule: adamw, ..AdamW8bit::default() }.into(),

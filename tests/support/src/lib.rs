@@ -26,8 +26,8 @@
 //! GAPLESS_EXPLORE=60     for 60 s      new, printed    replayed, and added
 //! ```
 //!
-//! A test whose combinations take seconds each can go through them in turn ([`in_turn`]), or run only the first ones
-//! ([`few`]), unless `GAPLESS_SLOW_TESTS` is set.
+//! A test whose combinations take seconds each can go through them in turn ([`in_turn`], [`every_other`]), or run only the
+//! first ones ([`few`]), unless `GAPLESS_SLOW_TESTS` is set.
 
 #![warn(missing_docs)]
 #![allow(clippy::test_attr_in_doctest, reason = "the example shows how a test is declared")]
@@ -45,7 +45,7 @@ pub use only::only_test;
 pub use page::assert_on_page;
 pub use processes::mpirun;
 pub use proptest;
-pub use skipped::{few, in_turn, next_to_repository, not_checked, slow_tests_enabled};
+pub use skipped::{every_other, few, in_turn, next_to_repository, not_checked, slow_tests_enabled};
 
 /// The imports for a file with generated tests. `proptest!` itself is not included, because it draws different cases
 /// in every run.

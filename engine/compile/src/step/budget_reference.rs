@@ -114,10 +114,8 @@ fn no_way_to_keep_and_drop_is_cheaper() {
 /// faster.
 #[test]
 fn no_way_of_its_own_for_the_first_micro_batch_is_cheaper() {
-    let all: [&[usize]; 2] = [&[96], &[96, 32]];
-    for hidden in few(&all, 1) {
-        check(hidden, 2);
-    }
+    // The pairs of choices of longer chains take a minute.
+    check(&[96], 2);
 }
 
 fn check(hidden: &[usize], micro_batches: usize) {

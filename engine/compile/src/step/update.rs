@@ -230,6 +230,7 @@ impl Update<'_> {
         let updated = target.rule.update(ParameterUpdate {
             parameter: &parameter,
             info: target.info,
+            part: self.index_of_part(target),
             gradient: &target.gradient,
             states: of_rule,
             norm: &inputs.norm,
@@ -390,16 +391,27 @@ impl Update<'_> {
         norm.add(&loss.affine(0.0, 0.0)?)
     }
 
+    /// Returns the part of a parameter that this rank updates.
+    fn updated(&self, target: &UpdateTarget<'_>) -> Window {
+        let &RankPlan { mesh, at, .. } = self.plan;
+        let window = self.trace.lock().window(target.parameter.tensor.id());
+        let updated = target.part.updated;
+        let (part, index) = (window.elements() / mesh.size(updated), mesh.index(at, updated));
+        window.range(index * part..(index + 1) * part)
+    }
+
+    /// Returns the index of the part that this rank updates among equal parts of the flattened parameter, or `None` if it
+    /// is not such a part.
+    fn index_of_part(&self, target: &UpdateTarget<'_>) -> Option<usize> {
+        let window = self.updated(target);
+        let mut runs = window.runs();
+        let run = runs.next().filter(|run| run.len() == window.elements() && run.start.is_multiple_of(run.len()))?;
+        target.info.elements().is_multiple_of(run.len()).then_some(run.start / run.len())
+    }
+
     /// Returns the shape, the type and the window of this rank's part of a state.
     fn part_of_state(&self, name: &str, whole: Spec, target: &UpdateTarget<'_>) -> Result<(Spec, Window)> {
-        let &RankPlan { mesh, at, .. } = self.plan;
-        let mut window = self.trace.lock().window(target.parameter.tensor.id());
-        let updated = target.part.updated;
-        if updated != Axes::NONE {
-            let (part, index) = (window.elements() / mesh.size(updated), mesh.index(at, updated));
-            window = window.range(index * part..(index + 1) * part);
-        }
-        let Some(window) = window.scaled(whole.dims()) else {
+        let Some(window) = self.updated(target).scaled(whole.dims()) else {
             let ranks = self.ranks(target.part);
             let why = format!("{name} has {} elements, which {ranks} ranks cannot share equally", whole.elements());
             let remedy = "let Optimizer::shard_granularity return the elements of a part, or None";

@@ -125,7 +125,7 @@ impl Optimizer for Adafactor {
     }
 
     fn update(&self, update: ParameterUpdate<'_>) -> Result<Tensor> {
-        let ParameterUpdate { parameter, info, gradient, states, norm, scalars } = update;
+        let ParameterUpdate { parameter, info, gradient, states, norm, scalars, .. } = update;
         let matrices = Matrices::of(&info);
         let moments = 1 + usize::from(matrices.is_factored());
         let op = AdafactorUpdate {

@@ -1,8 +1,8 @@
 //! AdamW with decoupled weight decay (Loshchilov & Hutter, arXiv 1711.05101).
 
 use candle_core::DType;
-use gapless_kernels::Spec;
 use gapless_kernels::cpu::{Args, BLOCK, Float, InPieces, Pieces, vectorize, with_float};
+use gapless_kernels::{Spec, StochasticRounding};
 
 use super::{Optimizer, ParameterInfo, ParameterUpdate, SCALARS, State, StateInit};
 use crate::error::{Error, Result};
@@ -26,11 +26,17 @@ pub struct AdamW {
     /// The maximum global norm of the gradients. Gradients with a larger norm are scaled down to this norm. Infinity
     /// means no clipping.
     pub max_norm: f64,
+    /// Whether a parameter in bf16 without an f32 master, and its moments, are rounded up or down at random, so that the
+    /// expectation of the rounded value is the exact one (Gupta et al., arXiv 1502.02551, section 3). Otherwise they are
+    /// rounded to the nearest value, and changes of less than half the distance to the next bf16 value are lost. The random
+    /// numbers depend on the seed, the step, the parameter's name and the element only. Parameters in f32 and with masters
+    /// are not affected.
+    pub stochastic_rounding: bool,
 }
 
 impl Default for AdamW {
     fn default() -> Self {
-        Self { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, max_norm: 1.0 }
+        Self { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, max_norm: 1.0, stochastic_rounding: false }
     }
 }
 
@@ -82,8 +88,17 @@ impl Optimizer for AdamW {
 
     fn update(&self, update: ParameterUpdate<'_>) -> Result<Tensor> {
         let (decay, has_master) = (self.decay(&update.info), self.has_master(&update.info));
-        let op = AdamWUpdate { rule: *self, decay, has_master };
-        let ParameterUpdate { parameter, gradient, norm, scalars, .. } = update;
+        let ParameterUpdate { parameter, info, part, gradient, norm, scalars, .. } = update;
+        let rounding = self.stochastic_rounding && info.dtype == DType::BF16 && !has_master;
+        let rounding = match (rounding, part) {
+            (false, _) => None,
+            (true, Some(part)) => Some(StochasticRounding::of(info.name, part)),
+            (true, None) => {
+                let why = format!("tensor ranks divide {} by columns", info.name);
+                return Err(Error::config("optimizer.stochastic_rounding", why, "use one tensor rank, or f32 masters"));
+            }
+        };
+        let op = AdamWUpdate { rule: *self, decay, has_master, rounding };
         match update.states {
             [m, v] => {
                 let inputs = [parameter, gradient, m, v, norm, scalars];
@@ -102,6 +117,15 @@ impl AdamW {
     /// Returns the weight decay of a parameter: 0 for vectors.
     pub(super) fn decay(&self, parameter: &ParameterInfo<'_>) -> f64 {
         if parameter.has_matrices() { self.weight_decay } else { 0.0 }
+    }
+
+    /// Checks the settings of a rule that another optimizer contains. Such an optimizer rounds to the nearest value.
+    pub(super) fn check_within(&self) -> Result<()> {
+        if self.stochastic_rounding {
+            let why = "only AdamW itself has stochastic rounding";
+            return Err(Error::config("optimizer.stochastic_rounding", why, "leave it out, or choose AdamW"));
+        }
+        self.check()
     }
 
     /// True if the optimizer keeps a master copy of the parameter in a more precise type.
@@ -190,6 +214,8 @@ struct AdamWUpdate {
     rule: AdamW,
     decay: f64,
     has_master: bool,
+    /// Stochastic rounding of the outputs; `None` rounds them to the nearest value.
+    rounding: Option<StochasticRounding>,
 }
 
 impl AdamWUpdate {
@@ -198,6 +224,7 @@ impl AdamWUpdate {
         let (p, m, v) = (args.output::<P>(0), args.output::<M>(1), args.output::<M>(2));
         let (gradient, norm, scalars) = (args.input::<G>(1), args.input::<f32>(4)[0], args.input::<f32>(5));
         let Some(step) = self.rule.step_factors(self.decay, norm, scalars) else { return };
+        let numbers = self.rounding.map(|rounding| rounding.numbers(args.random(), p.len()));
         let moments = m.pieces_mut(BLOCK).zip(v.pieces_mut(BLOCK));
         if self.has_master {
             let masters = args.output::<M>(3).pieces_mut(BLOCK).zip(p.pieces_mut(BLOCK));
@@ -218,7 +245,24 @@ impl AdamWUpdate {
             });
             return;
         }
-        p.pieces_mut(BLOCK).zip(gradient.pieces(BLOCK)).zip(moments).for_each(|((p, g), (m, v))| {
+        let all = p.pieces_mut(BLOCK).zip(gradient.pieces(BLOCK)).zip(moments);
+        if let Some(numbers) = numbers {
+            all.enumerate().for_each(|(block, ((p, g), (m, v)))| {
+                vectorize!({
+                    #[expect(clippy::redundant_locals, reason = "as above")]
+                    let step = step;
+                    for (i, ((p, &g), (m, v))) in p.iter_mut().zip(g).zip(m.iter_mut().zip(v)).enumerate() {
+                        let (next_m, next_v) = step.moments(g.load(), m.load(), v.load());
+                        let random = numbers.bits(block * BLOCK + i);
+                        *p = P::store_stochastically(step.changed(p.load(), next_m, next_v), random as u16);
+                        *m = M::store_stochastically(next_m, (random >> 16) as u16);
+                        *v = M::store_stochastically(next_v, (random >> 32) as u16);
+                    }
+                });
+            });
+            return;
+        }
+        all.for_each(|((p, g), (m, v))| {
             vectorize!({
                 #[expect(clippy::redundant_locals, reason = "as above")]
                 let step = step;
@@ -272,7 +316,7 @@ impl Op for AdamWUpdate {
         }));
     }
     fn cuda(&self, operands: &gapless_kernels::cuda::Operands<'_>) -> Option<Vec<gapless_kernels::cuda::Launch>> {
-        gapless_kernels::cuda::launch::adamw(self.rule.on_device(), self.decay, operands)
+        gapless_kernels::cuda::launch::adamw(self.rule.on_device(), self.decay, self.rounding, operands)
     }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {

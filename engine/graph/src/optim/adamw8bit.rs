@@ -47,7 +47,7 @@ impl AdamW8bit {
 
 impl Optimizer for AdamW8bit {
     fn check(&self) -> Result<()> {
-        self.rule.check()
+        self.rule.check_within()
     }
 
     fn needs_norm(&self) -> bool {

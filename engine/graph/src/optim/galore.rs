@@ -55,7 +55,7 @@ impl GaLore {
 
 impl Optimizer for GaLore {
     fn check(&self) -> Result<()> {
-        self.rule.check()?;
+        self.rule.check_within()?;
         let &Self { rank, refresh_steps, alpha, .. } = self;
         if rank == 0 || refresh_steps == 0 || !(alpha > 0.0 && alpha.is_finite()) {
             let why = format!("rank {rank}, refresh_steps {refresh_steps}, alpha {alpha}");

@@ -112,6 +112,9 @@ pub struct ParameterUpdate<'a> {
     pub parameter: &'a Tensor,
     /// Description of the whole parameter.
     pub info: ParameterInfo<'a>,
+    /// Index of `parameter` among the equal parts of the flattened whole parameter; 0 if it is the whole, `None` if it is
+    /// another part.
+    pub part: Option<usize>,
     /// Gradient of the parameter, summed over the micro-batches of the step.
     pub gradient: &'a Tensor,
     /// States of the parameter, in the order of [`Optimizer::states`]. If `parameter` is a part of the parameter, each

@@ -77,7 +77,7 @@ impl Muon {
 
 impl Optimizer for Muon {
     fn check(&self) -> Result<()> {
-        self.rule.check()?;
+        self.rule.check_within()?;
         let fail = |why: &str, remedy| Err(Error::config("optimizer", why, remedy));
         if !(0.0..1.0).contains(&self.momentum) {
             return fail("the momentum is outside [0, 1)", "set it to at least 0 and below 1; 0.95 is usual");

@@ -24,6 +24,15 @@ pub fn rounded(x: f32) -> bf16 {
     bf16::from_bits(if x.is_nan() { quiet } else { nearest } as u16)
 }
 
+/// Rounds to one of the two nearest bf16 values, `x` itself if it is one: away from zero with a probability that is the
+/// distance to the value nearer to zero, in units of the distance between the two. So the expectation is `x`. `random` has
+/// 16 uniform bits. Values that are not finite stay what they are.
+#[inline(always)]
+pub fn rounded_stochastically(x: f32, random: u16) -> bf16 {
+    let either = x.to_bits().wrapping_add(random.into()) >> 16;
+    if x.is_finite() { bf16::from_bits(either as u16) } else { rounded(x) }
+}
+
 /// Rounds a row in place: bf16 number i takes the place of the first half of the bytes of floats 2·i and 2·i + 1.
 #[inline(always)]
 pub fn round_in_place(row: &mut [f32]) {
@@ -52,6 +61,9 @@ pub trait Float: super::Element {
     /// Converts from f32, rounding if necessary.
     fn store(x: f32) -> Self;
 
+    /// Converts from f32. If rounding is necessary, it is [stochastic](rounded_stochastically).
+    fn store_stochastically(x: f32, random: u16) -> Self;
+
     /// Loads `len` contiguous elements as f32.
     ///
     /// # Safety
@@ -77,6 +89,11 @@ impl Float for f32 {
     }
 
     #[inline(always)]
+    fn store_stochastically(x: f32, _: u16) -> Self {
+        x
+    }
+
+    #[inline(always)]
     unsafe fn load_all(from: *const Self, to: *mut f32, len: usize) {
         // SAFETY: by this function's contract.
         unsafe { std::ptr::copy_nonoverlapping(from, to, len) };
@@ -92,6 +109,11 @@ impl Float for bf16 {
     #[inline(always)]
     fn store(x: f32) -> Self {
         rounded(x)
+    }
+
+    #[inline(always)]
+    fn store_stochastically(x: f32, random: u16) -> Self {
+        rounded_stochastically(x, random)
     }
 }
 
@@ -185,6 +207,19 @@ mod tests {
                 assert!(rounded(x) == expected || (x.is_nan() && rounded(x).is_nan()), "{x:e}");
                 assert!(widened(expected).to_bits() == expected.to_f32().to_bits() || expected.is_nan());
             }
+        }
+    }
+
+    /// Over all random numbers, the mean of the rounded values is the value. Both are exact in f64.
+    #[test]
+    fn the_expectation_of_stochastic_rounding_is_the_value() {
+        for x in [1.0f32, -1.0, 1.003, -2.7e-3, 3.1e38, 1e-40, -0.0, f32::from_bits(0x3f80_ffff)] {
+            let sum: f64 = (0..=u16::MAX).map(|random| f64::from(widened(rounded_stochastically(x, random)))).sum();
+            assert_eq!(sum / 65536.0, f64::from(x), "{x}");
+        }
+        for x in [f32::INFINITY, f32::NEG_INFINITY, f32::NAN] {
+            let kept = widened(rounded_stochastically(x, u16::MAX));
+            assert!(kept == x || (kept.is_nan() && x.is_nan()), "{x}");
         }
     }
 

@@ -15,7 +15,7 @@ use gapless_kernels::cuda::Launch;
 
 use super::cpu_only::Refused;
 use super::device::{Device, DeviceError, DeviceMemory, Recording};
-use super::place::{ALIGNMENT, Launches, Part, Place};
+use super::place::{ALIGNMENT, Launches, Part, Persistents, Place};
 use super::runner::{Runner, is_finite};
 use super::slots::{Slots, table_bytes};
 use super::staging::Staging;
@@ -76,7 +76,10 @@ impl Session<CudaBackend> {
         }
         let slots = key + KEY_BYTES + tickets;
         let (base, tickets_at, features) = (slots + table, key + KEY_BYTES, device.features());
-        let place = Place { base, key, tickets: tickets_at, slots, first_part, part_stride, features };
+        let has_offload_file = device.has_offload_file();
+        let place =
+            Place { base, key, tickets: tickets_at, slots, first_part, part_stride, features, has_offload_file };
+        let persistent = Persistents::of(&executable);
         let mut recordings = Vec::new();
         for program in executable.programs() {
             let record = |part: Part<Launches>| {
@@ -86,7 +89,7 @@ impl Session<CudaBackend> {
                     Ok(device.record(launches, &describe)?)
                 })
             };
-            recordings.push(place.parts(program)?.into_iter().map(record).collect::<Result<Vec<_>>>()?);
+            recordings.push(place.parts(program, &persistent)?.into_iter().map(record).collect::<Result<Vec<_>>>()?);
         }
         // Recording may overwrite any of this memory, so it is initialized afterwards.
         device.write(place.tickets, &vec![0; tickets as usize])?;
@@ -108,8 +111,9 @@ impl Session<CudaBackend> {
     /// [`Self::on_cuda`].
     pub fn launches(executable: &Executable) -> Result<Vec<Launch>> {
         let mut refused = Refused::default();
-        let programs = executable.programs().iter();
-        let parts: Vec<_> = programs.flat_map(|program| Place::NOWHERE.parts_or(program, &mut refused)).collect();
+        let (programs, persistent) = (executable.programs().iter(), Persistents::of(executable));
+        let parts = programs.flat_map(|program| Place::NOWHERE.parts_or(program, &persistent, &mut refused));
+        let parts: Vec<_> = parts.collect();
         refused.check()?;
         Ok(parts.into_iter().filter_map(|part| part.launches).flatten().map(|(_, launch)| launch).collect())
     }
@@ -144,8 +148,8 @@ impl Backend for CudaBackend {
         let single = |part: Part<Launches>| {
             part.try_map(|launches| Ok(launches.into_iter().map(|(_, launch)| launch).collect()))
         };
-        let parts: Vec<Part<Vec<Launch>>> =
-            self.runner.place.single_parts(program)?.into_iter().map(single).collect::<Result<_>>()?;
+        let parts = self.runner.place.single_parts(program, &Persistents::of(executable))?;
+        let parts: Vec<Part<Vec<Launch>>> = parts.into_iter().map(single).collect::<Result<_>>()?;
         let mut culprit = None;
         self.runner.go_through(executable, id, options, &parts, |run, part| {
             let instruction = &program.instructions[part.span.start];

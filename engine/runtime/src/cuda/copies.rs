@@ -173,8 +173,8 @@ impl Copies {
 }
 
 /// Copies between host memory and the file. The driver calls this function on a thread of its own. It cannot stop the
-/// graph, so after the first error, every activation that is copied back is NaN. The gradients' norm is then NaN as well,
-/// and the update changes nothing.
+/// graph, so after the first error, every activation that is copied back is zero, which is a valid element of every type:
+/// an index still lies inside its table. The host [checks](Copies::check) the copies before the model changes.
 unsafe extern "C" fn copy_in_file(argument: *mut c_void) {
     // SAFETY: `use_file` passes this type. Nothing changes it.
     let InFile { file, memory, copy } = unsafe { &*argument.cast_const().cast::<InFile>() };
@@ -187,8 +187,7 @@ unsafe extern "C" fn copy_in_file(argument: *mut c_void) {
         *failed = copied.err();
     }
     if failed.is_some() && !copy.to_host {
-        // These bytes are NaN in every float type. A trainer does not offload other types to a file on a GPU.
-        bytes.fill(0xff);
+        bytes.fill(0);
     }
 }
 
@@ -228,15 +227,15 @@ mod tests {
     }
 
     #[test]
-    fn activations_are_nan_once_a_copy_in_the_file_has_failed() {
+    fn activations_are_zero_once_a_copy_in_the_file_has_failed() {
         let (after, error) = run(&[(0, true), (8, true), (0, false), (8, false)]);
         assert!(error.is_none() && after[2..] == [[1; 8], [2; 8]], "{after:?}");
         // No file has bytes at such an offset.
         for to_host in [true, false] {
             let (after, error) = run(&[(0, true), (0, false), (u64::MAX - 8, to_host), (0, false)]);
             assert!(error.is_some());
-            assert_eq!([after[1], after[3]], [[1; 8], [0xff; 8]]);
-            assert_eq!(after[2], if to_host { [3; 8] } else { [0xff; 8] });
+            assert_eq!([after[1], after[3]], [[1; 8], [0; 8]]);
+            assert_eq!(after[2], if to_host { [3; 8] } else { [0; 8] });
         }
     }
 }

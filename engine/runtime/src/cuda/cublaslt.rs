@@ -42,6 +42,7 @@ struct Form {
     extents: [u64; 3],
     /// Types of a, b and c.
     types: [DType; 3],
+    tf32: bool,
     transposed: [bool; 2],
     pitches: [u64; 3],
     count: u64,
@@ -69,11 +70,12 @@ pub(super) enum Algorithm {
 
 impl Form {
     fn of(product: &Product) -> Self {
-        let &Product { m, n, k, a, b, c, bias, onto, batch, workspace, .. } = product;
+        let &Product { m, n, k, a, b, c, bias, onto, batch, workspace, tf32, .. } = product;
         let d = Matrix { address: onto.unwrap_or(c.address), ..c };
         Self {
             extents: [m, n, k],
             types: [a.dtype, b.dtype, c.dtype],
+            tf32,
             transposed: [a.is_transposed, b.is_transposed],
             pitches: [a.pitch, b.pitch, c.pitch],
             count: batch.count,
@@ -355,9 +357,10 @@ fn is_nothing(product: &Product) -> bool {
 
 /// Describes a product in cuBLASLt's terms.
 fn describe(product: &Product) -> Result<Described, result::CublasError> {
-    let &Product { m, n, k, a, b, c, bias, batch, .. } = product;
-    let types = (sys::cublasComputeType_t::CUBLAS_COMPUTE_32F, sys::cudaDataType_t::CUDA_R_32F);
-    let described = result::create_matmul_desc(types.0, types.1)?;
+    let &Product { m, n, k, a, b, c, bias, batch, tf32, .. } = product;
+    use sys::cublasComputeType_t::{CUBLAS_COMPUTE_32F, CUBLAS_COMPUTE_32F_FAST_TF32};
+    let compute = if tf32 { CUBLAS_COMPUTE_32F_FAST_TF32 } else { CUBLAS_COMPUTE_32F };
+    let described = result::create_matmul_desc(compute, sys::cudaDataType_t::CUDA_R_32F)?;
     let mut described = Described { product: described, layouts: [std::ptr::null_mut(); 3] };
     // Column-major: b as n × k, a as k × m, c as n × m, each transposed if `is_transposed`.
     let by_columns = [(b, (n, k)), (a, (k, m)), (c, (n, m))];

@@ -35,9 +35,18 @@ pub trait Device: Debug + Send {
     /// Returns an error in the same cases as [`Self::reserve`].
     fn extend(&mut self, bytes: u64) -> Result<(), DeviceError>;
 
+    /// Lets products of f32 matrices use TF32 from now on: [`features`](Self::features) returns it.
+    fn use_tf32(&mut self) {}
+
     /// Makes [`reserve_host`](Self::reserve_host) create a file in this folder, instead of host memory for all offloaded
     /// activations.
     fn offload_to(&mut self, _folder: &Path) {}
+
+    /// True if [`reserve_host`](Self::reserve_host) creates a file, or has created one. Its copies may fail, which
+    /// [`wait`](Self::wait) reports.
+    fn has_offload_file(&self) -> bool {
+        false
+    }
 
     /// Reserves `bytes` bytes for offloaded activations: host memory that the device copies to and from directly, or a
     /// file ([`offload_to`](Self::offload_to)) and host memory for one copy of at most `largest` bytes. This can be
@@ -111,7 +120,7 @@ pub trait Device: Debug + Send {
     /// # Errors
     /// Returns the driver's error, including an error of any work that was started before. Returns
     /// [`DeviceError::Offload`] if a copy to or from the offload file has failed. All activations that were copied back
-    /// after the failure are NaN.
+    /// after the failure are zero.
     fn wait(&mut self) -> Result<(), DeviceError>;
 
     /// Returns an id that differs from those of all other devices of the host. If ranks cannot exchange tensors

@@ -62,13 +62,13 @@ impl Architecture {
     }
 
     /// Returns the architecture for which a family must be compiled to run on this one. Returns `None` if the family
-    /// cannot run on it. Families that use warpgroups are compiled as specific code (`sm_90a`).
+    /// cannot run on it. Families that use warpgroups are compiled as specific code (`sm_90a`), and no others are.
     pub fn of_family(self, family: Family) -> Option<Self> {
         match family.has_warpgroups() {
             true => {
                 (Self { is_specific: false, ..self } == Self::WARPGROUPS).then_some(Self { is_specific: true, ..self })
             }
-            false => Some(self),
+            false => (!self.is_specific).then_some(self),
         }
     }
 }

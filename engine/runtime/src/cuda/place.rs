@@ -9,7 +9,7 @@ use std::collections::HashSet;
 use std::ops::Range;
 
 use gapless_compile::internal::{CompiledProgram, Instruction};
-use gapless_compile::{InstrKind, OffloadId};
+use gapless_compile::{Executable, InstrKind, OffloadId};
 use gapless_graph::launches;
 use gapless_kernels::Spec;
 use gapless_kernels::cpu::args::Address;
@@ -32,12 +32,31 @@ pub(super) struct Part<L> {
     /// The launches of the part's instructions. `None` means that there is nothing to launch, as for a message to
     /// another rank or an operation on empty tensors.
     pub launches: Option<L>,
+    /// True if the part changes tensors that outlive the step, and values were copied back from the offload file before
+    /// it. The host first checks that these copies have succeeded.
+    pub checks_copies: bool,
 }
 
 impl<L> Part<L> {
     /// Converts the launches with `f`. Returns an error if `f` does.
     pub fn try_map<M>(self, f: impl FnOnce(L) -> Result<M>) -> Result<Part<M>> {
-        Ok(Part { span: self.span, launches: self.launches.map(f).transpose()? })
+        let Self { span, launches, checks_copies } = self;
+        Ok(Part { span, launches: launches.map(f).transpose()?, checks_copies })
+    }
+}
+
+/// The offsets in the arena of the tensors that outlive the step.
+#[derive(Debug, Default)]
+pub(super) struct Persistents(HashSet<u64>);
+
+impl Persistents {
+    /// Returns the persistent tensors of an executable.
+    pub fn of(executable: &Executable) -> Self {
+        Self(executable.persistent().iter().map(|tensor| tensor.address.offset).collect())
+    }
+
+    fn changed_by(&self, instruction: &Instruction) -> bool {
+        instruction.outputs.iter().any(|output| self.0.contains(&output.offset))
     }
 }
 
@@ -78,6 +97,8 @@ pub(super) struct Place {
     pub part_stride: u64,
     /// The optional features of the device.
     pub features: Features,
+    /// True if activations are offloaded to a file, whose copies can fail.
+    pub has_offload_file: bool,
 }
 
 impl Place {
@@ -89,7 +110,8 @@ impl Place {
         slots: 0,
         first_part: 0,
         part_stride: 1,
-        features: Features { warpgroups: false },
+        features: Features { warpgroups: false, tf32: false },
+        has_offload_file: false,
     };
 
     /// Ensures that the device has memory for the arena up to this offset.
@@ -98,35 +120,45 @@ impl Place {
     }
 
     /// Divides a program into parts that are as long as possible. Messages to other ranks and votes are parts of
-    /// their own. A part ends after an instruction that defines a row count. All instructions of a part have the same
+    /// their own. A part ends after an instruction that defines a row count, and before an instruction that changes a
+    /// tensor of `persistent` after values were copied back from a file. All instructions of a part have the same
     /// condition for running.
-    pub fn parts(&self, program: &CompiledProgram) -> Result<Vec<Part<Launches>>> {
+    pub fn parts(&self, program: &CompiledProgram, persistent: &Persistents) -> Result<Vec<Part<Launches>>> {
         let mut refused = Refused::default();
-        let parts = self.parts_or(program, &mut refused);
+        let parts = self.parts_or(program, persistent, &mut refused);
         refused.check().map(|()| parts)
     }
 
     /// Divides a program into parts like [`Self::parts`]. Instructions without kernels are left out, and added to
     /// `refused`.
-    pub fn parts_or(&self, program: &CompiledProgram, refused: &mut Refused) -> Vec<Part<Launches>> {
-        self.cut(program, refused, |before, at| before.predicate == at.predicate && before.defines_count.is_none())
+    pub fn parts_or(
+        &self,
+        program: &CompiledProgram,
+        persistent: &Persistents,
+        refused: &mut Refused,
+    ) -> Vec<Part<Launches>> {
+        let are_one =
+            |before: &Instruction, at: &Instruction| before.predicate == at.predicate && before.defines_count.is_none();
+        self.cut(program, persistent, refused, are_one)
     }
 
     /// Divides a program into one part per instruction.
-    pub fn single_parts(&self, program: &CompiledProgram) -> Result<Vec<Part<Launches>>> {
+    pub fn single_parts(&self, program: &CompiledProgram, persistent: &Persistents) -> Result<Vec<Part<Launches>>> {
         let mut refused = Refused::default();
-        let parts = self.cut(program, &mut refused, |_, _| false);
+        let parts = self.cut(program, persistent, &mut refused, |_, _| false);
         refused.check().map(|()| parts)
     }
 
     fn cut(
         &self,
         program: &CompiledProgram,
+        persistent: &Persistents,
         refused: &mut Refused,
         are_one: impl Fn(&Instruction, &Instruction) -> bool,
     ) -> Vec<Part<Launches>> {
         let mut parts: Vec<Part<Launches>> = Vec::new();
         let awaited: HashSet<u32> = program.instructions.iter().filter_map(awaited_copy).collect();
+        let mut has_unchecked_copies = false;
         for (index, instruction) in program.instructions.iter().enumerate() {
             let launches = match instruction.kind {
                 InstrKind::Offload(id) => Some(self.copy(program, id, &instruction.inputs[0], true, &awaited)),
@@ -146,14 +178,17 @@ impl Place {
             };
             let launches =
                 launches.map(|of_one| of_one.into_iter().map(|launch| (index, launch)).collect::<Launches>());
+            has_unchecked_copies |= self.has_offload_file && matches!(instruction.kind, InstrKind::Fetch(_));
+            let checks_copies = has_unchecked_copies && persistent.changed_by(instruction);
+            has_unchecked_copies &= !checks_copies;
             match (parts.last_mut(), launches) {
-                (Some(Part { span, launches: Some(all) }), Some(more))
-                    if are_one(&program.instructions[span.end - 1], instruction) =>
+                (Some(Part { span, launches: Some(all), .. }), Some(more))
+                    if !checks_copies && are_one(&program.instructions[span.end - 1], instruction) =>
                 {
                     span.end = index + 1;
                     all.extend(more);
                 }
-                (_, launches) => parts.push(Part { span: index..index + 1, launches }),
+                (_, launches) => parts.push(Part { span: index..index + 1, launches, checks_copies }),
             }
         }
         for part in &mut parts {
@@ -216,7 +251,12 @@ impl Place {
             },
             features: self.features,
         };
-        let launches = launches::launches(&**op, &operands)?;
+        let mut launches = launches::launches(&**op, &operands)?;
+        for launch in &mut launches {
+            if let Launch::Product(product) = launch {
+                product.with_features(self.features);
+            }
+        }
         // A kernel that does not read slots would use the slot's address as the tensor's.
         let reads_slots = |launch: &Launch| matches!(launch, Launch::Kernel(kernel) if kernel.family.reads_slots());
         let has_slots = operands.inputs.iter().chain(operands.outputs).any(Operand::has_slot);

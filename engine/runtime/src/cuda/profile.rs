@@ -8,7 +8,7 @@ use gapless_compile::{Executable, InstrKind, ProgramId};
 use gapless_kernels::cuda::{Launch, Product};
 
 use super::backend::CudaBackend;
-use super::place::{Launches, Part, Place, specs};
+use super::place::{Launches, Part, Persistents, Place, specs};
 use crate::error::Result;
 use crate::session::RunOptions;
 
@@ -119,7 +119,10 @@ fn each(launches: &[Launch], flops: u64, bytes: u64, again: u64) -> Vec<LaunchWo
             bytes: bytes_left,
         },
         Launch::Product(product) => LaunchWork {
-            name: format!("product {}×{}×{}", product.m, product.n, product.k),
+            name: {
+                let tf32 = if product.tf32 { " in TF32" } else { "" };
+                format!("product {}×{}×{}{tf32}", product.m, product.n, product.k)
+            },
             is_product: true,
             is_aligned: product.is_aligned(),
             flops: product.flops(),
@@ -159,12 +162,12 @@ fn by_instruction(launches: Launches, end: usize) -> Vec<(Range<usize>, Vec<Laun
 type Groups = (Vec<Range<usize>>, Vec<Vec<Launch>>);
 
 /// Returns the parts of a program, with launches grouped by instruction.
-fn grouped(place: &Place, program: &CompiledProgram) -> Result<Vec<Part<Groups>>> {
+fn grouped(place: &Place, program: &CompiledProgram, persistent: &Persistents) -> Result<Vec<Part<Groups>>> {
     let grouped = |part: Part<Launches>| {
         let end = part.span.end;
         part.try_map(|launches| Ok(by_instruction(launches, end).into_iter().unzip()))
     };
-    place.parts(program)?.into_iter().map(grouped).collect()
+    place.parts(program, persistent)?.into_iter().map(grouped).collect()
 }
 
 impl CudaBackend {
@@ -174,9 +177,10 @@ impl CudaBackend {
     /// Returns [`Error::NoDeviceKernels`](crate::Error::NoDeviceKernels) under the same conditions as
     /// [`Session::on_cuda`](crate::Session::on_cuda).
     pub fn work(executable: &Executable) -> Result<Vec<Vec<Work>>> {
+        let persistent = Persistents::of(executable);
         let of_program = |program: &CompiledProgram| -> Result<Vec<Work>> {
             // Instructions that are only run if rows were evicted are excluded.
-            let parts = grouped(&Place::NOWHERE, program)?.into_iter();
+            let parts = grouped(&Place::NOWHERE, program, &persistent)?.into_iter();
             let parts = parts.filter(|part| program.instructions[part.span.start].predicate.is_none());
             let groups =
                 parts.filter_map(|part| part.launches).flat_map(|(spans, launches)| spans.into_iter().zip(launches));
@@ -193,7 +197,7 @@ impl CudaBackend {
         options: RunOptions,
     ) -> Result<Vec<Timed>> {
         let program = &executable.programs()[id.0];
-        let parts = grouped(&self.runner.place, program)?;
+        let parts = grouped(&self.runner.place, program, &Persistents::of(executable))?;
         let mut timed: Vec<Timed> = Vec::new();
         self.runner.go_through(executable, id, options, &parts, |run, part| {
             let Some((spans, launches)) = &part.launches else { return Ok(()) };

@@ -55,6 +55,9 @@ impl Runner {
             if run.slots.routed.is_left_out(&instructions[0]) {
                 return Ok(());
             }
+            if part.checks_copies {
+                run.finish()?;
+            }
             run.find_places(part.span.clone())?;
             match part.launches {
                 Some(_) => run.slots.changes().map_or(Ok(()), |(at, slots)| run.write(at, &slots))?,

@@ -22,7 +22,8 @@ fn kernels_compile_for_every_architecture() {
     let folder = tempfile::tempdir().unwrap();
     let cache = Cache::new(folder.path());
     // .ci/kernels sets the architectures.
-    let architectures = std::env::var("GAPLESS_TEST_ARCHITECTURES").unwrap_or_else(|_| "sm_80,sm_90,sm_100".into());
+    let architectures =
+        std::env::var("GAPLESS_TEST_ARCHITECTURES").unwrap_or_else(|_| "sm_80,sm_89,sm_90,sm_100,sm_120".into());
     let architectures: Vec<Architecture> = architectures.split(',').map(|name| name.parse().unwrap()).collect();
     let mut families: Vec<Family> = Family::ALL.iter().copied().chain(generated()).collect();
     // The longest sources are compiled first, so that all threads finish at about the same time.

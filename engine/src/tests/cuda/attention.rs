@@ -34,7 +34,7 @@ fn kernels(
         accumulate: 0,
         tickets: 0,
         random: Random { key: 0, micro_batch: 0 },
-        features: Features { warpgroups },
+        features: Features { warpgroups, tf32: false },
     };
     let scores = Scores { scale: 1.0, cap: 0.0, is_causal: true, window: None };
     let forward = attention(scores, &operands).unwrap();

@@ -168,13 +168,17 @@ struct Way {
 
 impl Way {
     /// The variant with separate outputs, and with kernels for all devices.
-    const PLAIN: Self = Self { over: None, accumulate: 0, features: Features { warpgroups: false } };
+    const PLAIN: Self = Self { over: None, accumulate: 0, features: Features { warpgroups: false, tf32: false } };
 }
 
 /// Returns the sets of device features for which the operation has different kernels.
 fn features(op: &dyn Op, inputs: &[Stored]) -> Vec<Features> {
     let has_others = op.name().starts_with("attention") && inputs[0].dtype == DType::BF16 && host::has_warpgroups();
-    [false].into_iter().chain(has_others.then_some(true)).map(|warpgroups| Features { warpgroups }).collect()
+    [false]
+        .into_iter()
+        .chain(has_others.then_some(true))
+        .map(|warpgroups| Features { warpgroups, tf32: false })
+        .collect()
 }
 
 /// Checks an operation on inputs, in all of its variants. Returns false if the operation has no kernels.

@@ -10,16 +10,18 @@ use gapless_testing::few;
 use super::host;
 use super::judge::{Stored, judge, judge_graph};
 use super::memory::Region;
+use super::trainer::numbers;
 use crate::cuda::launch::{AdamWRule, adamw, together};
 use crate::cuda::{Features, Operand, Operands, Random};
 use crate::gradient_check::random_array;
-use crate::graph::{Graph, Spec, lock};
+use crate::graph::{Graph, Phase, Spec, lock};
 use crate::nn::Init;
 use crate::optim::{
     Adafactor, AdamW, AdamW8bit, GaLore, GlobalNorm, Lion, LoadBias, Muon, Optimizer, ParameterInfo, ParameterUpdate,
     SCALARS, SquaredNorms, WeightAverage,
 };
 use crate::reference::Array;
+use crate::runtime::RunOptions;
 use crate::tests::optimizers::info;
 use crate::{Op, Tensor};
 
@@ -102,7 +104,7 @@ fn updates_of_many_parameters() {
             let (outputs, workspace, features) = (&[], &[], Features::default());
             let operands =
                 Operands { inputs: &inputs, outputs, workspace, accumulate: 0, tickets: 0, random, features };
-            adamw(rule, decay(i), &operands).unwrap()
+            adamw(rule, decay(i), None, &operands).unwrap()
         });
         let launches = together(one_by_one.enumerate().collect());
         assert_eq!(launches.len(), 2, "62 tensors, 60 at a time");
@@ -168,6 +170,47 @@ fn the_update_of_one_parameter() {
     }
 }
 
+/// Stochastic rounding gives the bits of the CPU: of a whole parameter and of its parts, in one block and in several, with
+/// packs and without, and of several parameters per launch.
+#[test]
+fn stochastic_rounding_has_the_bits_of_the_cpu() {
+    if !host::is_there() {
+        return;
+    }
+    let stream = Stream::new(1, 1, 0);
+    let rule = AdamW { stochastic_rounding: true, ..AdamW::default() };
+    for dims in [&[3, 700][..], &[5], &[41, 101]] {
+        let info = ParameterInfo { dtype: DType::BF16, masters: false, ..info(dims) };
+        let bits = |stochastic_rounding: bool| {
+            let rule = AdamW { stochastic_rounding, ..rule };
+            let (graph, given) = recorded(&rule, [random_array(dims, 1), random_array(dims, 2)], 2.5, info);
+            let graph = lock(&graph);
+            let node = graph.nodes().last().unwrap();
+            let mut session = crate::gradient_check::session(&graph, &[]).unwrap();
+            let program = session.executable().program("check").unwrap();
+            for (name, array) in &given {
+                let data: Vec<f32> = array.data.iter().map(|&x| x as f32).collect();
+                match name.as_str() {
+                    "norm" | "scalars" => session.write_input(program, name, 0, &data).unwrap(),
+                    _ => session.write_tensor(name, &data).unwrap(),
+                }
+            }
+            session.run(program, RunOptions { seed: 1, step: 1, ..RunOptions::default() }).unwrap();
+            let on_cpu = ["parameter", "exp_avg", "exp_avg_sq"].map(|name| numbers(&session.tensor(name).unwrap()));
+            let names = ["parameter", "gradient", "exp_avg", "exp_avg_sq", "norm", "scalars"];
+            let stored = |(name, spec): (&str, &Spec)| {
+                let layout = Layout::contiguous(spec.shape.clone());
+                Stored { data: given[name].data.clone(), layout, dtype: spec.dtype }.rounded()
+            };
+            let inputs: Vec<Stored> = names.into_iter().zip(&graph.specs(&node.inputs)).map(stored).collect();
+            let on_device = super::judge::outputs(&*node.op, &inputs, &graph.specs(&node.outputs), stream);
+            assert!(on_cpu == *on_device, "{dims:?}, stochastic: {stochastic_rounding}");
+            on_cpu
+        };
+        assert_ne!(bits(true), bits(false));
+    }
+}
+
 #[test]
 fn the_average_of_a_parameter() {
     if !host::is_there() {
@@ -195,10 +238,16 @@ fn the_update_of_a_routers_bias() {
     }
 }
 
-/// Checks an optimizer's update of a parameter, given (parameter, gradient) and the norm of all gradients. States are
-/// random. If the norm is not finite, nothing may change.
-fn judge_update(rule: &dyn Optimizer, name: &str, of: [Array; 2], norm: f64, info: ParameterInfo<'_>) {
+/// Records an optimizer's update of a parameter, given (parameter, gradient) and the norm of all gradients. States are
+/// random. Returns the graph and the values of its tensors.
+fn recorded(
+    rule: &dyn Optimizer,
+    of: [Array; 2],
+    norm: f64,
+    info: ParameterInfo<'_>,
+) -> (Arc<Mutex<Graph>>, HashMap<String, Array>) {
     let graph = Arc::new(Mutex::new(Graph::default()));
+    lock(&graph).set_phase(Phase::Update);
     let mut given = HashMap::new();
     let mut add = |name: &str, array: &Array, dtype: DType, is_persistent: bool| {
         given.insert(name.to_owned(), array.clone());
@@ -212,7 +261,6 @@ fn judge_update(rule: &dyn Optimizer, name: &str, of: [Array; 2], norm: f64, inf
     let [parameter, gradient] = of;
     let parameter = add("parameter", &parameter, info.dtype, true);
     let gradient = add("gradient", &gradient, rule.sum_dtype(&info), true);
-    let has_master = info.masters && rule.states(&info).iter().any(|state| state.name == "master");
     let states = rule.states(&info).into_iter().zip(3..).map(|(state, seed)| {
         let random = random_array(state.spec.dims(), seed);
         let array = match state.name {
@@ -234,12 +282,20 @@ fn judge_update(rule: &dyn Optimizer, name: &str, of: [Array; 2], norm: f64, inf
     rule.update(ParameterUpdate {
         parameter: &parameter,
         info,
+        part: 0,
         gradient: &gradient,
         states: &states,
         norm: &norm,
         scalars: &scalars,
     })
     .unwrap();
+    (graph, given)
+}
+
+/// Checks an update that [`recorded`] has recorded. If the norm is not finite, nothing may change.
+fn judge_update(rule: &dyn Optimizer, name: &str, of: [Array; 2], norm: f64, info: ParameterInfo<'_>) {
+    let has_master = info.masters && rule.states(&info).iter().any(|state| state.name == "master");
+    let (graph, given) = recorded(rule, of, norm, info);
     let graph = lock(&graph);
     assert!(judge_graph(&graph, &given).with_kernels.contains(name), "{name} has kernels for {info:?}");
     for node in graph.nodes().iter().filter(|node| !node.op.mutates().is_empty()) {

@@ -28,6 +28,8 @@ pub struct Processor {
     file: Option<File>,
     /// True if the device has no algorithms for products with epilogues.
     has_no_epilogues: bool,
+    /// True if products of f32 matrices use TF32.
+    uses_tf32: bool,
     /// True if blocks and threads run in descending order.
     is_reversed: bool,
 }
@@ -88,7 +90,9 @@ impl Processor {
                 let left = |good: usize| good.checked_sub(1);
                 file.has_failed |= file.good.fetch_update(Ordering::Relaxed, Ordering::Relaxed, left).is_err();
                 if file.has_failed {
-                    // What is copied back is NaN, as it has been since the copy began.
+                    if !copy.to_host {
+                        self.write(copy.address, &vec![0; copy.bytes as usize]).expect("it does not fail");
+                    }
                     continue;
                 }
             }
@@ -112,7 +116,11 @@ impl Device for Processor {
     }
 
     fn features(&self) -> Features {
-        Features { warpgroups: true }
+        Features { warpgroups: true, tf32: self.uses_tf32 }
+    }
+
+    fn use_tf32(&mut self) {
+        self.uses_tf32 = true;
     }
 
     fn reserve(&mut self, bytes: u64) -> Result<u64, DeviceError> {
@@ -135,6 +143,10 @@ impl Device for Processor {
     }
 
     fn offload_to(&mut self, _: &Path) {}
+
+    fn has_offload_file(&self) -> bool {
+        self.file.is_some()
+    }
 
     fn reserve_host(&mut self, bytes: u64, _: u64) -> Result<(), DeviceError> {
         self.host = vec![0xff; bytes as usize];

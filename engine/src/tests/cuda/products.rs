@@ -25,14 +25,15 @@ use crate::{Op, Tensor};
 /// The addresses must point to memory as large as the product says. No other code may access the memory during the
 /// call.
 pub unsafe fn compute(product: &Product) {
-    let &Product { m, n, k, a, b, c, bias, epilogue, onto, batch, .. } = product;
+    let &Product { m, n, k, a, b, c, bias, epilogue, onto, batch, tf32, .. } = product;
+    let rounded = |x: f64| if tf32 { to_tf32(x) } else { x };
     for index in 0..batch.count {
         let [a, b, c] = [(a, 0), (b, 1), (c, 2)].map(|(matrix, i)| (matrix, index * batch.distances[i]));
         // All sums are computed before any is written, because cuBLASLt does not specify the order of its writes.
         let mut sums = HashMap::new();
         for (row, column) in (0..m).flat_map(|row| (0..n).map(move |column| (row, column))) {
             // SAFETY: the caller guarantees it.
-            let products = (0..k).map(|i| unsafe { read(at(a, row, i)) * read(at(b, i, column)) });
+            let products = (0..k).map(|i| unsafe { rounded(read(at(a, row, i))) * rounded(read(at(b, i, column))) });
             let sum: f64 = products.sum();
             let bias = bias.map_or(0.0, |bias| {
                 let address = bias + column * c.0.dtype.size_in_bytes() as u64;
@@ -60,6 +61,12 @@ pub unsafe fn compute(product: &Product) {
             unsafe { write(at(c, row, column), made) };
         }
     }
+}
+
+/// Rounds an f32 value to TF32: to nearest with 10 bits of mantissa, ties to even.
+pub fn to_tf32(x: f64) -> f64 {
+    let bits = (x as f32).to_bits();
+    f64::from(f32::from_bits(bits.wrapping_add(0xfff + (bits >> 13 & 1)) & !0x1fff))
 }
 
 /// Returns GELU in its tanh approximation, and its derivative (Hendrycks and Gimpel, arXiv 1606.08415, section 2).

@@ -1,6 +1,5 @@
 //! Activations that are compressed, or offloaded to the host, between forward and backward.
 
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -9,14 +8,16 @@ use gapless_graph::Stream;
 
 use super::host;
 use super::judge::{Stored, judge};
+use super::mixture::{Mixture, mixtures};
 use super::processor::{Processor, device};
 use super::small::{Small, Style};
 use super::trainer::{expect_near, numbers, options, step};
 use crate::cuda::Launch;
 use crate::graph::Spec;
+use crate::nn::VarBuilder;
 use crate::ops::{Compress, Expand, packed};
 use crate::runtime::{Error as RuntimeError, Session};
-use crate::{MemoryOptions, Op, StepOptions, TrainError, TrainOptions, Trainer};
+use crate::{MemoryOptions, Model, Op, Result, StepOptions, TrainError, TrainOptions, Trainer};
 
 /// Elements of a group that are whole multiples of the group's step have exact codes, whatever the order of rounding.
 #[test]
@@ -63,21 +64,26 @@ fn trainer(change: impl FnOnce(&mut MemoryOptions), is_on_device: bool) -> Train
     if is_on_device { builder.on_device(device()) } else { builder }.build().unwrap()
 }
 
-/// A step whose offload file fails is skipped: the error names the file, and the trainer is as before the step.
+/// A step whose offload file fails does not change the model: the error names the file, and the trainer is as before the
+/// step. The values that could not be read back are finite, so no value tells that the step has failed.
 #[test]
 fn a_step_whose_file_fails_changes_nothing() {
     if !host::is_there() {
         return;
     }
+    expect_unchanged(|vb| Small::new(Style::Gpt, vb), &["linear", "attention"]);
+    // The experts of each token are integers.
+    let (_, is_shared, router) = &mixtures()[0];
+    expect_unchanged(|vb| Mixture::new(router, *is_shared, vb), &["linear", "route"]);
+}
+
+fn expect_unchanged<M: Model>(build: impl Fn(VarBuilder) -> Result<M>, offload: &[&str]) {
     let folder = tempfile::tempdir().unwrap();
-    let memory = MemoryOptions {
-        offload: names(&["linear", "attention"]),
-        offload_to: Some(folder.path().into()),
-        ..MemoryOptions::default()
-    };
+    let offload_to = Some(folder.path().into());
+    let memory = MemoryOptions { offload: names(offload), offload_to, ..MemoryOptions::default() };
     let options = TrainOptions { step: StepOptions { micro_batches: 2, memory, ..options().step }, ..options() };
     let trainer = |good: &Arc<AtomicUsize>| {
-        let builder = Trainer::builder(|vb| Small::new(Style::Gpt, vb), options.clone());
+        let builder = Trainer::builder(&build, options.clone());
         builder.on_device(Box::new(Processor::with_file(good.clone()))).build().unwrap()
     };
     let [always, good] = [usize::MAX, usize::MAX].map(|good| Arc::new(AtomicUsize::new(good)));
@@ -104,23 +110,6 @@ fn a_step_whose_file_fails_changes_nothing() {
     }
     assert_eq!(step(&mut reference).unwrap(), step(&mut failing).unwrap());
     expect_same(&reference, &failing);
-}
-
-/// Integers have no NaN that would make a failure skip the step, so a GPU does not offload them to a file.
-#[test]
-fn integers_are_not_offloaded_to_a_file() {
-    let folder = tempfile::tempdir().unwrap();
-    let all = super::mixture::mixtures();
-    let (_, is_shared, router) = &all[0];
-    let refused = |offload_to: Option<PathBuf>| {
-        let memory = MemoryOptions { offload: names(&["route"]), offload_to, ..MemoryOptions::default() };
-        let options = TrainOptions { step: StepOptions { memory, ..options().step }, ..options() };
-        let builder = Trainer::builder(|vb| super::mixture::Mixture::new(router, *is_shared, vb), options);
-        builder.on_device(Box::<Processor>::default()).build().err().map(|error| error.to_string())
-    };
-    assert_eq!(refused(None), None);
-    let error = refused(Some(folder.path().into())).unwrap();
-    assert!(error.contains("memory.offload_to") && error.contains("route"), "{error}");
 }
 
 fn names(all: &[&str]) -> Vec<String> {

@@ -101,6 +101,27 @@ fn trains_as_on_the_cpu() {
     }
 }
 
+/// TF32 changes the bits of steps in f32 by its rounding, and none of steps in bf16.
+#[test]
+fn steps_in_tf32() {
+    if !host::is_there() {
+        return;
+    }
+    for (precision, is_affected) in [(Precision::F32, true), (Precision::PureBf16, false)] {
+        let step_options = StepOptions { precision, ..options().step };
+        let plain = TrainOptions { step: step_options, device: DeviceChoice::Auto, ..options() };
+        let mut both = [false, true].map(|tf32| on_device(Style::Gpt, &TrainOptions { tf32, ..plain.clone() }));
+        for _ in 0..3 {
+            let [exact, rounded] = both.each_mut().map(|trainer| step(trainer).unwrap());
+            assert_eq!(exact != rounded, is_affected, "{precision:?}");
+            // An operand has an error of at most 2⁻¹¹; errors of several products have random signs.
+            exact.iter().zip(rounded).for_each(|(&exact, got)| expect_near("loss or norm", got, exact, 1e-2));
+        }
+    }
+    let refused = TrainOptions { tf32: true, ..options() }.check().unwrap_err().to_string();
+    assert!(refused.contains("tf32") && refused.contains("leave it out"), "{refused}");
+}
+
 /// In bf16 the losses equal those of f32 within the precision of bf16, with one and several micro-batches. Parameters
 /// are their f32 masters, rounded to bf16. Masters start as the f32 parameters.
 #[test]

@@ -1,6 +1,7 @@
 // AdamW updates of many tensors per launch, weight averages, and the norm of gradients. CPU counterparts:
 // optim/adamw.rs, optim/average.rs, optim/global_norm.rs.
 #include "last_block.cuh"
+#include "random.cuh"
 #include "rows.cuh"
 
 // Most tensors per launch: MAX_UPDATED for updates, and MAX_TENSORS for norms. With these numbers, the arguments fit
@@ -18,8 +19,11 @@ struct AdamWTensor {
     void* v;
     u64 count;
     // The index of the tensor's first block in the launch.
-    u64 first_block;
+    u32 first_block;
     f32 decay;
+    // The tensor and the part of stochastic rounding.
+    u32 tensor;
+    u32 part;
 };
 
 struct AdamWArguments {
@@ -28,6 +32,8 @@ struct AdamWArguments {
     const f32* norm;
     // Learning rate, 1 - beta1^t and 1 - beta2^t, where t is the step's number.
     const f32* scalars;
+    // The key of random numbers for stochastic rounding; null without it.
+    const u64* key;
     f32 max_norm;
     f32 beta1;
     f32 beta2;
@@ -54,8 +60,11 @@ __device__ __forceinline__ u32 tensor_of(const Tensor* tensors, u64 count) {
 // Number of neighboring elements that a thread updates at a time.
 constexpr u32 UPDATED = 4;
 
-// Updates parameters of type T with moments of type M.
-template <typename T, typename M = f32>
+// The first of the places of tensors: StochasticRounding::PLACES of random.rs.
+constexpr u64 PLACES = 1ull << 32;
+
+// Updates parameters of type T with moments of type M. With STOCHASTIC, both are bf16.
+template <typename T, typename M = f32, bool STOCHASTIC = false>
 __device__ void adamw(const AdamWArguments& to) {
     const f32 norm = *to.norm;
     // If the norm is not finite, the step is skipped and the model does not change.
@@ -64,7 +73,9 @@ __device__ void adamw(const AdamWArguments& to) {
     const f32 lr = to.scalars[0];
     const f32 clip = fminf(to.max_norm / (norm + 1e-6f), 1.0f);
     const f32 keep = 1.0f - lr * of.decay, step = lr / to.scalars[1], root = 1.0f / sqrtf(to.scalars[2]);
-    const u64 first = (blockIdx.x - of.first_block) * ADAMW_LENGTH, end = smaller(first + ADAMW_LENGTH, of.count);
+    const u64 first = u64(blockIdx.x - of.first_block) * ADAMW_LENGTH, end = smaller(first + ADAMW_LENGTH, of.count);
+    Numbers numbers{};
+    if constexpr (STOCHASTIC) numbers = Numbers::at(Random{to.key, of.part}, PLACES + of.tensor, of.count);
     const bool is_packed = is_aligned(of.parameter) && is_aligned(of.master) && is_aligned(of.gradient) && is_aligned(of.m) &&
                            is_aligned(of.v);
     each_of_row<UPDATED>(end - first, is_packed, [&](auto count, u64 place) {
@@ -85,6 +96,12 @@ __device__ void adamw(const AdamWArguments& to) {
             m[j] = to.beta1 * m[j] + (1.0f - to.beta1) * g[j];
             v[j] = to.beta2 * v[j] + (1.0f - to.beta2) * g[j] * g[j];
             parameter[j] = parameter[j] * keep - step * m[j] / (sqrtf(v[j]) * root + to.eps);
+            if constexpr (STOCHASTIC) {
+                const u64 random = numbers.bits(i + j);
+                parameter[j] = round_stochastically(parameter[j], u32(random));
+                m[j] = round_stochastically(m[j], u32(random >> 16));
+                v[j] = round_stochastically(v[j], u32(random >> 32));
+            }
         }
         store_neighbours((M*)of.m + i, m);
         store_neighbours((M*)of.v + i, v);
@@ -94,6 +111,7 @@ __device__ void adamw(const AdamWArguments& to) {
 }
 KERNELS(adamw, AdamWArguments)
 KERNEL(adamw_pure_bf16, AdamWArguments) { adamw<bf16, bf16>(arguments); }
+KERNEL(adamw_stochastic_bf16, AdamWArguments) { adamw<bf16, bf16, true>(arguments); }
 
 struct AverageArguments {
     f32* average;

@@ -44,6 +44,14 @@ __device__ __forceinline__ u64 spread(u64 i, u64 start, u64 inner, u64 stride) {
     return start + i / inner * stride + i % inner;
 }
 
+// Rounds to one of the two nearest bf16 values, as an f32, by the lower 16 bits of `random`. CPU counterpart:
+// rounded_stochastically of cpu/bf16.rs.
+__device__ __forceinline__ f32 round_stochastically(f32 x, u32 random) {
+    const u32 bits = bits_of(x);
+    if ((bits & 0x7f800000u) == 0x7f800000u) return x;
+    return __uint_as_float((bits + (random & 0xffffu)) & 0xffff0000u);
+}
+
 // Element i under dropout: zero if its 53 random bits are below the threshold, scaled otherwise.
 __device__ __forceinline__ f32 dropped(const Numbers& numbers, u64 i, f32 x, u64 threshold, f32 scale) {
     return numbers.bits(i) >> 11 >= threshold ? x * scale : 0.0f;

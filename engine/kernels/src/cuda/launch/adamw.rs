@@ -5,8 +5,8 @@ use std::any::Any;
 use candle_core::DType;
 
 use super::{BLOCK, FOLD_BYTES, Kernel, Launch, Operand, Operands, blocks, launches, typed};
-use crate::Spec;
 use crate::cuda::Family::{AdamW, AdamW8bit};
+use crate::{Spec, StochasticRounding};
 
 /// Most tensors that one launch updates: `MAX_UPDATED` of adamw.cu.
 const MAX_UPDATED: usize = 60;
@@ -15,7 +15,7 @@ const MAX_UPDATED: usize = 60;
 const MAX_TENSORS: usize = 160;
 
 /// Elements that a block updates: `ADAMW_LENGTH` of adamw.cu.
-const ADAMW_LENGTH: u64 = 2048;
+const ADAMW_LENGTH: u32 = 2048;
 
 /// Elements whose squares a block adds up: `NORM_LENGTH` of adamw.cu.
 const NORM_LENGTH: u64 = 16384;
@@ -37,9 +37,13 @@ pub struct AdamWTensor {
     /// Number of elements.
     pub count: u64,
     /// The index of the tensor's first block in the launch. It is set when the launch is built.
-    pub first_block: u64,
+    pub first_block: u32,
     /// The weight decay.
     pub decay: f32,
+    /// The tensor and the part of [`StochasticRounding`], if there is any.
+    pub tensor: u32,
+    /// See `tensor`.
+    pub part: u32,
 }
 
 /// The settings of an update.
@@ -63,6 +67,7 @@ struct AdamWArguments {
     tensor_count: u64,
     norm: u64,
     scalars: u64,
+    key: u64,
     rule: AdamWRule,
     sums_in_f32: u32,
 }
@@ -107,15 +112,27 @@ struct GlobalNormArguments {
 
 /// Returns the launch that computes the outputs (parameter, m, v) from the inputs (parameter, gradient, m, v, norm,
 /// scalars). If the moments are f32 and the parameter is bf16, an f32 master is an additional last input and output.
-/// Norm and scalars are read when the kernel runs. Returns `None` if the operands do not match this description.
-pub fn adamw(rule: AdamWRule, decay: f64, operands: &Operands<'_>) -> Option<Vec<Launch>> {
+/// Norm and scalars are read when the kernel runs. With `rounding`, all of them are bf16. Returns `None` if the operands do
+/// not match this description.
+pub fn adamw(
+    rule: AdamWRule,
+    decay: f64,
+    rounding: Option<StochasticRounding>,
+    operands: &Operands<'_>,
+) -> Option<Vec<Launch>> {
     let [parameter, gradient, m, v, norm, scalars, master @ ..] = operands.inputs else { return None };
     // States have the parameter's type, or a parameter in bf16 has f32 states, among them a master.
     let is_pure = m.dtype == parameter.dtype;
     if is_pure != master.is_empty() || !(is_pure || m.dtype == DType::F32) {
         return None;
     }
-    let name = if is_pure && m.dtype == DType::BF16 { "adamw_pure" } else { "adamw" };
+    let is_pure_bf16 = is_pure && m.dtype == DType::BF16;
+    let name = match (is_pure_bf16, rounding) {
+        (true, Some(_)) => "adamw_stochastic",
+        (true, None) => "adamw_pure",
+        (false, None) => "adamw",
+        (false, Some(_)) => return None,
+    };
     let tensor = AdamWTensor {
         parameter: parameter.address,
         master: master.first().map_or(0, |master| master.address),
@@ -124,6 +141,8 @@ pub fn adamw(rule: AdamWRule, decay: f64, operands: &Operands<'_>) -> Option<Vec
         v: v.address,
         count: parameter.count(),
         decay: decay as f32,
+        tensor: rounding.map_or(0, |rounding| rounding.tensor),
+        part: rounding.map_or(0, |rounding| rounding.part),
         ..AdamWTensor::default()
     };
     let update = Updates {
@@ -131,6 +150,7 @@ pub fn adamw(rule: AdamWRule, decay: f64, operands: &Operands<'_>) -> Option<Vec
         rule,
         norm: norm.address,
         scalars: scalars.address,
+        key: rounding.map_or(0, |_| operands.random.key),
         sums_in_f32: u32::from(gradient.dtype == DType::F32),
     };
     launches([update.of(&[tensor])])
@@ -199,6 +219,8 @@ struct Updates {
     rule: AdamWRule,
     norm: u64,
     scalars: u64,
+    /// The address of the key of random numbers; 0 without stochastic rounding.
+    key: u64,
     sums_in_f32: u32,
 }
 
@@ -208,27 +230,35 @@ impl Updates {
     fn read(launch: &Launch) -> Option<(Self, &[AdamWTensor])> {
         let Launch::Kernel(Kernel { name, arguments, .. }) = launch else { return None };
         let arguments = (arguments.as_ref() as &dyn Any).downcast_ref::<AdamWArguments>()?;
-        let &AdamWArguments { rule, norm, scalars, sums_in_f32, ref tensors, tensor_count } = arguments;
-        Some((Self { name: name.clone(), rule, norm, scalars, sums_in_f32 }, &tensors[..tensor_count as usize]))
+        let &AdamWArguments { rule, norm, scalars, key, sums_in_f32, ref tensors, tensor_count } = arguments;
+        Some((Self { name: name.clone(), rule, norm, scalars, key, sums_in_f32 }, &tensors[..tensor_count as usize]))
     }
 
     fn of(&self, tensors: &[AdamWTensor]) -> Kernel {
-        let &Self { rule, norm, scalars, sums_in_f32, .. } = self;
+        let &Self { rule, norm, scalars, key, sums_in_f32, .. } = self;
         let mut of_all = [AdamWTensor::default(); MAX_UPDATED];
-        let mut first_block = 0;
+        let mut first_block: u32 = 0;
         for (to, tensor) in of_all.iter_mut().zip(tensors) {
             *to = AdamWTensor { first_block, ..*tensor };
-            first_block += tensor.count.div_ceil(ADAMW_LENGTH);
+            first_block += blocks(tensor.count, ADAMW_LENGTH);
         }
         let tensor_count = tensors.len() as u64;
         Kernel {
             family: AdamW,
             name: self.name.clone(),
-            grid: [blocks(first_block, 1), 1, 1],
+            grid: [first_block, 1, 1],
             block: BLOCK,
             shared_bytes: 0,
             tickets: 0,
-            arguments: Box::new(AdamWArguments { tensors: of_all, tensor_count, norm, scalars, rule, sums_in_f32 }),
+            arguments: Box::new(AdamWArguments {
+                tensors: of_all,
+                tensor_count,
+                norm,
+                scalars,
+                key,
+                rule,
+                sums_in_f32,
+            }),
         }
     }
 }

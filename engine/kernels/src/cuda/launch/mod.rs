@@ -185,11 +185,13 @@ impl Operand {
     }
 }
 
-/// Optional features of a device, for which there are separate kernels.
+/// Optional features of a device that launches use.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Features {
     /// Matrix products of warpgroups (`wgmma`), which only compute capability 9.0 has.
     pub warpgroups: bool,
+    /// Products of f32 matrices on tensor cores ([`Product::tf32`]).
+    pub tf32: bool,
 }
 
 /// The operands of one instruction.

@@ -3,7 +3,7 @@
 
 use candle_core::{DType, Layout};
 
-use super::{Launch, Operand, Operands, Strides};
+use super::{Features, Launch, Operand, Operands, Strides};
 use crate::Spec;
 use crate::cuda::generate::dense;
 
@@ -119,6 +119,9 @@ pub struct Product {
     pub batch: Batch,
     /// Scratch for cuBLASLt: address and size in bytes.
     pub workspace: (u64, u64),
+    /// True if the elements of a and b, which are f32, may be rounded to 10 bits of mantissa (TF32) before they are
+    /// multiplied on tensor cores.
+    pub tf32: bool,
 }
 
 /// The maximum size of scratch for cuBLASLt in bytes, as NVIDIA's documentation recommends for Hopper.
@@ -141,7 +144,12 @@ impl Product {
     /// Creates one product of contiguous matrices. a and b may be transposed.
     pub fn new((m, n, k): (u64, u64, u64), a: Matrix, b: Matrix, c: Matrix, workspace: (u64, u64)) -> Self {
         let batch = Batch { count: 1, distances: [0; 3] };
-        Self { m, n, k, a, b, c, bias: None, epilogue: Epilogue::None, onto: None, batch, workspace }
+        Self { m, n, k, a, b, c, bias: None, epilogue: Epilogue::None, onto: None, batch, workspace, tf32: false }
+    }
+
+    /// Lets the product use TF32 if the device does, and if all of its matrices are f32.
+    pub fn with_features(&mut self, features: Features) {
+        self.tf32 = features.tf32 && [self.a, self.b, self.c].iter().all(|matrix| matrix.dtype == DType::F32);
     }
 
     /// Returns the address ranges that the product reads. Each is an address and a size in bytes, from the first

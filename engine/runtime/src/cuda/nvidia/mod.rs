@@ -51,6 +51,8 @@ pub struct Nvidia {
     functions: HashMap<(Family, String), Function>,
     memory: Option<Mapped>,
     graphs: Vec<sys::CUgraphExec>,
+    /// True if products of f32 matrices use TF32.
+    uses_tf32: bool,
     /// The folder of the file for offloaded activations; `None` if they stay in host memory.
     offload_to: Option<PathBuf>,
     copies: Option<Copies>,
@@ -148,6 +150,7 @@ impl Nvidia {
             functions,
             memory,
             graphs,
+            uses_tf32: false,
             offload_to: None,
             copies: None,
             beside,
@@ -255,7 +258,11 @@ impl Device for Nvidia {
 
     fn features(&self) -> Features {
         let is_off = std::env::var(WGMMA_VARIABLE).is_ok_and(|value| value == "off");
-        Features { warpgroups: self.architecture == Architecture::WARPGROUPS && !is_off }
+        Features { warpgroups: self.architecture == Architecture::WARPGROUPS && !is_off, tf32: self.uses_tf32 }
+    }
+
+    fn use_tf32(&mut self) {
+        self.uses_tf32 = true;
     }
 
     fn reserve(&mut self, bytes: u64) -> Result<u64, DeviceError> {
@@ -280,6 +287,10 @@ impl Device for Nvidia {
 
     fn offload_to(&mut self, folder: &Path) {
         self.offload_to = Some(folder.into());
+    }
+
+    fn has_offload_file(&self) -> bool {
+        self.offload_to.is_some()
     }
 
     fn reserve_host(&mut self, bytes: u64, largest: u64) -> Result<(), DeviceError> {

@@ -7,7 +7,7 @@ use candle_core::DType;
 
 use super::{command, folder, judge, loaded, path as path_of};
 use crate::cuda::launch::{Batch, Epilogue, Matrix, scratch_in};
-use crate::cuda::{Cache, Device, DeviceError, Kernel, Launch, Nvidia, Product};
+use crate::cuda::{Cache, Device, DeviceError, Features, HostCopy, Kernel, Launch, Nvidia, Product};
 use crate::tests::cuda::products::gelu;
 
 /// The memory that the fake driver takes for a context, a module, a loaded function, and the first product of
@@ -464,6 +464,78 @@ fn every_call_may_fail() {
                 assert!(text.contains(&said), "call {number} of {name}: {text}");
                 assert_eq!(double.left(), "", "after call {number} of {name}: {text}");
             }
+        }
+    });
+}
+
+/// A product in TF32 is one of another form than the same product in f32, and rounds its operands.
+#[test]
+fn products_in_tf32() {
+    judge(module_path!(), "products_in_tf32", |_| {
+        let mut device = open().unwrap();
+        assert!(!device.features().tf32, "off by default");
+        device.use_tf32();
+        let base = device.reserve(BYTES).unwrap();
+        // TF32 has 10 bits of mantissa.
+        let x = 1.0 + f32::powi(2.0, -12);
+        device.write(base, &[x; 512].map(f32::to_ne_bytes).concat()).unwrap();
+        let matrix = |place: u64, columns| Matrix::dense(base + place, DType::F32, columns);
+        let (x_at, weight, hidden) = (matrix(PLACES.x, K), matrix(PLACES.weight, K).t(), matrix(PLACES.hidden, N));
+        for features in [Features::default(), device.features(), Features::default()] {
+            let mut product = Product::new((M, N, K), x_at, weight, hidden, scratch_in(base + 4096, 8192));
+            product.with_features(features);
+            device.run(&[Launch::Product(product)], &|_| "a product".into()).unwrap();
+            let mut bytes = [0; 4];
+            device.read(base + PLACES.hidden, &mut bytes).unwrap();
+            let expected = if features.tf32 { K as f32 } else { K as f32 * x * x };
+            // The sum of five products has at most five roundings of 2⁻²⁴ of it.
+            let got = f32::from_ne_bytes(bytes);
+            assert!((got - expected).abs() <= 2e-6, "{got}, not {expected}, with {features:?}");
+        }
+        let bf16 = |of: Matrix| Matrix { dtype: DType::BF16, ..of };
+        let mut product =
+            Product::new((M, N, K), bf16(x_at), bf16(weight), bf16(hidden), scratch_in(base + 4096, 8192));
+        product.with_features(device.features());
+        assert!(!product.tf32, "only products of f32 matrices");
+    });
+}
+
+/// A recording waits for copies whose ends it does not contain. A copy that was started on its own may be waited for
+/// later. A device that is dropped while a copy is under way waits for it before it releases the copy's memory.
+#[test]
+fn copies_without_their_ends() {
+    judge(module_path!(), "copies_without_their_ends", |double| {
+        let folder = tempfile::tempdir().unwrap();
+        for has_file in [false, true] {
+            let mut device = open().unwrap();
+            if has_file {
+                device.offload_to(folder.path());
+            }
+            let base = device.reserve(BYTES).unwrap();
+            device.reserve_host(256, 64).unwrap();
+            let copy = |index: u32, place: u64, to_host: bool| {
+                Launch::Copy(HostCopy { index, address: base + place, offset: 128, bytes: 64, to_host })
+            };
+            let (out, back) = (|| copy(0, 0, true), || copy(1, 512, false));
+            let describe = |index: usize| format!("launch {index}");
+            let expect = |device: &Nvidia, value: u8| {
+                let mut bytes = [0; 64];
+                device.read(base + 512, &mut bytes).unwrap();
+                assert_eq!(bytes, [value; 64], "with a file: {has_file}");
+            };
+            let recordings = [out(), back()].map(|launch| device.record(vec![launch], &describe).unwrap());
+            device.write(base, &[7; 64]).unwrap();
+            recordings.into_iter().for_each(|recording| device.replay(recording).unwrap());
+            device.wait().unwrap();
+            expect(&device, 7);
+            device.write(base, &[8; 64]).unwrap();
+            for launch in [out(), back(), Launch::CopyEnd(1)] {
+                device.run(&[launch], &describe).unwrap();
+            }
+            expect(&device, 8);
+            device.run(&[out()], &describe).unwrap();
+            drop(device);
+            assert_eq!(double.left(), "");
         }
     });
 }

@@ -165,8 +165,8 @@ static uint64_t problem_of(const Product& product) {
                            uint64_t(matrix->batch), uint64_t(matrix->stride)})
             mix(x);
     }
-    for (uint64_t x : {uint64_t(product.is_a_transposed), uint64_t(product.is_b_transposed), uint64_t(product.epilogue),
-                       uint64_t(product.aux_leading)})
+    for (uint64_t x : {uint64_t(product.is_a_transposed), uint64_t(product.is_b_transposed), uint64_t(product.is_tf32),
+                       uint64_t(product.epilogue), uint64_t(product.aux_leading)})
         mix(x);
     return hash;
 }
@@ -182,6 +182,10 @@ static bool read_descriptors(const Judged& call, const void* operation, const vo
         if (status == OK) *to[i] = matrix_of(*layout);
     }
     if (status == OK) status = judge(call, *described, product);
+    product.is_tf32 = status == OK && (*described)[0] == COMPUTE_32F_FAST_TF32;
+    // In the documentation's table, all matrices of this compute type are f32.
+    if (product.is_tf32 && (product.a.type != F32 || product.b.type != F32 || product.c.type != F32 || product.d.type != F32))
+        status = call.breaks(BLAS_NOT_SUPPORTED, "TF32 with matrices that are not f32");
     return status == OK;
 }
 

@@ -4,6 +4,7 @@
 // Attributes of cublasLtMatmulDescAttributes_t, cublasLtMatrixLayoutAttribute_t and cublasLtMatmulPreferenceAttributes_t.
 const Kind OPERATION = {"operation",
                         {
+                            {0, {4, COMPUTE_32F}},  // COMPUTE_TYPE
                             {2, {4, 0}},
                             {3, {4, 0}},
                             {4, {4, 0}},
@@ -90,10 +91,10 @@ static int set(const char* name, void* which, const Kind& kind, int attribute, c
 }
 
 EXPORTED int cublasLtMatmulDescCreate(void** to, int compute_type, int scale_type) {
-    if (compute_type != COMPUTE_32F || scale_type != F32)
+    if ((compute_type != COMPUTE_32F && compute_type != COMPUTE_32F_FAST_TF32) || scale_type != F32)
         return Judged{"cublasLtMatmulDescCreate"}.breaks(BLAS_NOT_SUPPORTED, "compute type %d with scale type %d is not modelled",
                                                          compute_type, scale_type);
-    return create("cublasLtMatmulDescCreate", to, OPERATION, {});
+    return create("cublasLtMatmulDescCreate", to, OPERATION, {{0, compute_type}});
 }
 EXPORTED int cublasLtMatmulDescDestroy(void* which) { return destroy("cublasLtMatmulDescDestroy", which, OPERATION); }
 EXPORTED int cublasLtMatmulDescSetAttribute(void* which, int attribute, const void* from, size_t bytes) {

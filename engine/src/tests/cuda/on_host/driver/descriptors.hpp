@@ -17,7 +17,8 @@ enum Status : int {
     BLAS_NOT_SUPPORTED = 15,
 };
 
-enum : int { COMPUTE_32F = 68 };
+// cublasComputeType_t: products in f32, and products of f32 values that are rounded to TF32.
+enum : int { COMPUTE_32F = 68, COMPUTE_32F_FAST_TF32 = 77 };
 
 // The kind of a descriptor: the size and the default value of each attribute.
 struct Kind {

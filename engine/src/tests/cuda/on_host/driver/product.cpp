@@ -60,6 +60,16 @@ static float gelu_gradient(float x) {
     return 0.5f * (1 + t) + 0.5f * x * (1 - t * t) * ROOT * (1 + 3 * CUBIC * x * x);
 }
 
+// Rounds to TF32: to nearest with 10 bits of mantissa, ties to even. The documentation does not say how a device rounds.
+static float to_tf32(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    if (x - x != 0) return x;
+    bits = (bits + 0xfff + (bits >> 13 & 1)) & ~0x1fffu;
+    memcpy(&x, &bits, sizeof bits);
+    return x;
+}
+
 std::string compute(const Product& product) {
     const Matrix &a = product.a, &b = product.b, &c = product.c, &d = product.d;
     const uint64_t inner = product.is_a_transposed ? a.rows : a.columns;
@@ -76,7 +86,8 @@ std::string compute(const Product& product) {
                     const uint64_t of_a = product.is_a_transposed ? row * uint64_t(a.leading) + i : i * uint64_t(a.leading) + row;
                     const uint64_t of_b =
                         product.is_b_transposed ? i * uint64_t(b.leading) + column : column * uint64_t(b.leading) + i;
-                    sum += read("A", product.at_a, a.type, to_a + of_a) * read("B", product.at_b, b.type, to_b + of_b);
+                    const float factors[2] = {read("A", product.at_a, a.type, to_a + of_a), read("B", product.at_b, b.type, to_b + of_b)};
+                    sum += product.is_tf32 ? to_tf32(factors[0]) * to_tf32(factors[1]) : factors[0] * factors[1];
                 }
                 float x = product.alpha * sum;
                 // C is not read if beta is 0, because it may contain NaN.

@@ -38,6 +38,8 @@ struct Matrix {
 struct Product {
     Matrix a, b, c, d;
     bool is_a_transposed, is_b_transposed;
+    // True if A and B are rounded to TF32.
+    bool is_tf32;
     uint64_t at_a, at_b, at_c, at_d;
     float alpha, beta;
     unsigned epilogue;
