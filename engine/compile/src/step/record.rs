@@ -158,7 +158,8 @@ impl TrainStep {
                 let here = &graph.value(id).spec;
                 let whole = graph.shared(id).unwrap_or(&here.shape);
                 layout.shapes.insert(name.to_owned(), whole.dims().to_vec());
-                layout.frozen.insert(name.to_owned());
+                let shared = graph.shared(id).map(|whole| whole.elem_count());
+                layout.frozen.insert(name.to_owned(), shared.unwrap_or_else(|| graph.weight_elements(id)) as u64);
                 if graph.shared(id).is_some() {
                     layout.parts.insert(name.to_owned(), update.share(here.elements()));
                 }
