@@ -51,8 +51,17 @@ fn training_equals_that_of_weights_which_bitsandbytes_dequantizes() {
         let mut codes = 0;
         for name in read.parameter_names() {
             let [a, b] = [&read, &own].map(|trainer| trainer.tensor(name).unwrap());
-            codes += usize::from(a.dtype() == DType::U8);
-            assert!(a.dtype() == b.dtype() && relative(&values(&b), &values(&a)) < 1e-6, "{}: {name}", case.name);
+            assert_eq!(a.dtype(), b.dtype(), "{}: {name}", case.name);
+            let (a, b, is_codes) = (values(&a), values(&b), a.dtype() == DType::U8);
+            codes += usize::from(is_codes);
+            match is_codes {
+                // bitsandbytes finds the code of a scale by a table, which errs if the scale is almost that of the mean.
+                true => {
+                    let different = a.iter().zip(&b).filter(|(a, b)| a != b).count();
+                    assert!(a.len() == b.len() && different <= 1, "{}: {different} codes of {name}", case.name);
+                }
+                false => assert!(relative(&b, &a) < 1e-6, "{}: {name}", case.name),
+            }
         }
         assert!(codes >= 14, "{}: {codes} tensors of codes for 14 linear layers", case.name);
         case.compare(&mut read, &format!("{}, read", case.name));

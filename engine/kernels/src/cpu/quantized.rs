@@ -276,7 +276,8 @@ fn int8(elements: &[f32], columns: usize) -> Quantized {
     rows.for_each(|((codes, row), scale)| {
         let in_f16 = |x: f32| f16::from_f32(x).to_f32();
         scale[0] = row.iter().fold(0.0, |most: f32, &x| most.max(in_f16(x).abs()));
-        let per_scale = if scale[0] > 0.0 { 127.0 / scale[0] } else { 0.0 };
+        // PyTorch computes 127 / scale in these two steps, which decides ties.
+        let per_scale = if scale[0] > 0.0 { scale[0].recip() * 127.0 } else { 0.0 };
         for (code, &x) in codes.iter_mut().zip(row) {
             *code = (in_f16(x) * per_scale).round_ties_even() as i8 as u8;
         }
