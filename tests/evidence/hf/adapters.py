@@ -67,6 +67,7 @@ def write_adapter(model, path, name, **options):
     """Saves an adapter whose values are those of PEFT with noise, so that it changes the model."""
     shutil.rmtree(path, ignore_errors=True)
     lora = LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, lora_dropout=0.0, target_modules=TARGETS, bias="none", **options)
+    torch.manual_seed(0)
     peft = get_peft_model(model, lora)
     with torch.no_grad():
         for parameter, p in peft.named_parameters():
@@ -80,7 +81,7 @@ def write_adapter(model, path, name, **options):
     (path / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def expect(peft, ids, path, merged, about):
+def expect(peft, ids, path, merged, about, noise):
     peft = peft.eval()
     name_of = lambda n: n.replace(".default.weight", "" if "magnitude" in n else ".weight")
     params = {name_of(n): p for n, p in peft.named_parameters() if p.requires_grad}
@@ -105,7 +106,7 @@ def expect(peft, ids, path, merged, about):
     tensors |= {f"param_after.{n}": p.detach() for n, p in params.items()}
     tensors |= dict(input_ids=ids, losses=torch.tensor(losses))
     save_file({k: v.contiguous() for k, v in tensors.items()}, path / "expected.safetensors")
-    (path / "expected.json").write_text(json.dumps(dict(about=about, losses=losses, noise_f32_against_f64={}), indent=1) + "\n")
+    (path / "expected.json").write_text(json.dumps(dict(about=about, losses=losses, noise_f32_against_f64=noise), indent=1) + "\n")
     print(path, losses)
 
 
@@ -116,7 +117,27 @@ def lora(root, name, about, **options):
     fresh = lambda trainable: PeftModel.from_pretrained(load(out / "base"), out / "adapter", is_trainable=trainable)
     state = fresh(False).merge_and_unload().state_dict()
     merged = {n: t for n, t in state.items() if any(n.endswith(f"{target}.weight") for target in TARGETS)}
-    expect(fresh(True), ids_of(name), out, merged, about)
+    exact = fresh(False)
+    noise = {"merged": 0.0}
+    if options.get("init_lora_weights") == "pissa":
+        noise["merged"] = use_exact_components(exact, load(out / "base"))
+    with torch.no_grad():
+        logits, expected = (model.eval()(ids_of(name)).logits for model in (exact, fresh(False)))
+    noise["logits"] = ((logits - expected).abs().max() / expected.abs().max()).item()
+    expect(fresh(True), ids_of(name), out, merged, about, noise)
+
+
+def use_exact_components(peft, base):
+    """Subtracts principal components in f64 from the weights, where PEFT computes them in f32. Returns the largest change."""
+    worst, weights = 0.0, base.state_dict()
+    for name, module in peft.named_modules():
+        if hasattr(module, "lora_A"):
+            whole = weights[name.removeprefix("base_model.model.") + ".weight"].double()
+            u, s, v = torch.linalg.svd(whole, full_matrices=False)
+            rest = (whole - u[:, :4] @ torch.diag(s[:4]) @ v[:4]).float()
+            worst = max(worst, ((module.base_layer.weight - rest).abs().max() / whole.abs().max()).item())
+            module.base_layer.weight.data = rest
+    return worst
 
 
 def ids_of(name, count=16):
@@ -154,7 +175,7 @@ def quantize(root, name, about, **options):
         return model
 
     write_adapter(model(), out / "adapter", name)
-    expect(PeftModel.from_pretrained(model(), out / "adapter", is_trainable=True), ids_of(name), out, {}, about)
+    expect(PeftModel.from_pretrained(model(), out / "adapter", is_trainable=True), ids_of(name), out, {}, about, {})
 
 
 def expect_weights(out, config, weights, name, about):
