@@ -12,8 +12,7 @@ use gapless::engine::graph::{Graph, Node, Spec, ValueId, lock};
 use gapless::models::{Llama, LlamaConfig, MoeStyle};
 use gapless::nn::VarBuilder;
 use gapless::{
-    DType, Layers, Lora, MemoryOptions, Mesh, Model, Precision, Quantize, QuantizedFormat, Recompute, StepOptions,
-    Tensor, TrainOptions, Trainable, Trainer,
+    DType, Layers, Lora, Mesh, Model, Precision, Recompute, StepOptions, Tensor, TrainOptions, Trainable, Trainer,
 };
 use serde_json::Value;
 
@@ -389,47 +388,4 @@ fn a_llama_of_1b_is_planned_in_part() {
     }
     let [everything, few, many, last] = arenas[..] else { unreachable!("four plans") };
     assert!(last < few && few < many && 2 * many < everything);
-}
-
-/// docs/hugging_face.md has the table that
-/// `GAPLESS_SLOW_TESTS=1 cargo test --test training llama_of_7b -- --nocapture` prints.
-#[test]
-fn a_llama_of_7b_is_planned_with_quantized_weights() {
-    if !gapless_testing::slow_tests_enabled() {
-        return;
-    }
-    let config = LlamaConfig {
-        vocabulary: 32000,
-        layers: 32,
-        heads: 32,
-        kv_heads: 32,
-        width: 4096,
-        hidden: 11008,
-        ..LlamaConfig::default()
-    };
-    let quantize = |format, double| Some(Quantize { format, double, ..Quantize::default() });
-    let mut arenas = Vec::new();
-    for (name, quantize) in [
-        ("bf16", None),
-        ("`int8`", quantize(QuantizedFormat::Int8, true)),
-        ("`nf4`, f32 scales", quantize(QuantizedFormat::Nf4, false)),
-        ("`nf4`", quantize(QuantizedFormat::Nf4, true)),
-    ] {
-        let Trainable::Lora(lora) = lora(&LINEAR) else { unreachable!("it is LoRA") };
-        let trainable = Trainable::Lora(Lora { rank: 16, alpha: 32.0, quantize, ..lora });
-        let recompute = Recompute::Layers(Layers::All);
-        let memory = MemoryOptions { recompute, ..MemoryOptions::default() };
-        let step =
-            StepOptions { batch: 1, sequence: 1024, precision: Precision::Bf16, trainable, memory, ..on_cpu().step };
-        let options = TrainOptions { step, threads: 16, ..on_cpu() };
-        let plan = Trainer::builder(|vb| Llama::new(&config, vb), options).plan(0).unwrap();
-        let parameters =
-            plan.summary.roles.iter().find(|found| found.role == Role::Parameter).map_or(0, |found| found.bytes);
-        let line = format!("| {name} | {} | {} |", Bytes(parameters), Bytes(plan.arena_bytes));
-        println!("{line}");
-        gapless_testing::assert_on_page("docs/hugging_face.md", &line);
-        assert_eq!(plan.frozen_parameters, 6_738_415_616, "{name}");
-        arenas.push(plan.arena_bytes);
-    }
-    assert!(arenas.is_sorted_by(|a, b| a > b), "{arenas:?}");
 }
