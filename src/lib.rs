@@ -102,7 +102,7 @@ pub use gapless_engine::data::{DataOptions, Dataset, Source, VocabularyChoice};
 pub use gapless_engine::graph::{Device, IndexOp};
 pub use gapless_engine::learning_rate::LearningRate;
 pub use gapless_engine::metrics::JsonLines;
-pub use gapless_engine::nn::{Lora, Trainable};
+pub use gapless_engine::nn::{Lora, LoraInit, Quantize, QuantizedFormat, Trainable};
 pub use gapless_engine::optim::{Adafactor, AdamW, AdamW8bit, GaLore, Lion, Muon};
 pub use gapless_engine::recompute::{Layers, Recompute, RecomputePolicy};
 pub use gapless_engine::{

@@ -4,6 +4,7 @@
 //! `cargo bench -p gapless --bench train_step` compares with candle in f32. Options after `--`:
 //! - `--quick`: a small model;
 //! - `--profile`: the time of each kind of instruction in gapless;
+//! - `--adapters`: LoRA in bf16 beside quantized frozen weights and DoRA, for `--model llama`;
 //! - `--pytorch PYTHON`: also compare with PyTorch;
 //! - `--model llama` or `--model mixtral`: without candle; PyTorch's side uses the package `transformers`.
 //!
@@ -12,6 +13,7 @@
 //! does not clip gradients by their global norm. With `-p`, candle is built as for its users. If the whole workspace
 //! were built, candle's matrix products would use the AVX-512 feature that the engine's own benchmarks enable.
 
+mod adapters;
 mod model;
 mod profile;
 mod side;
@@ -36,6 +38,9 @@ struct Options {
     /// Only gapless: print a table of how the time of a step is spent
     #[arg(long)]
     profile: bool,
+    /// Only gapless: LoRA in bf16, the same on quantized weights, and DoRA
+    #[arg(long, conflicts_with = "profile")]
+    adapters: bool,
     /// Number of measured steps of each side
     #[arg(long, default_value_t = 7)]
     steps: usize,
@@ -114,6 +119,7 @@ fn main() -> anyhow::Result<()> {
     let options = Options::parse();
     match options.side {
         _ if options.profile => profile::run(&options),
+        _ if options.adapters => adapters::run(&options),
         Some(side) => side::serve(side, &options),
         None => compare(&options),
     }

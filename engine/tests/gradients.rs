@@ -2,7 +2,10 @@
 //! reference.
 
 use gapless_engine::LossTerms;
-use gapless_engine::ops::{Attention, CrossEntropy, LinearCrossEntropy, Rope, RopeScaling};
+use gapless_engine::kernels::cpu::quantized::{Format, OwnedScales, Rounding, quantize};
+use gapless_engine::ops::{
+    Attention, CrossEntropy, LinearCrossEntropy, QuantizedWeight, Rope, RopeScaling, WeightNorm,
+};
 use gapless_engine::{DType, Result, Tensor, gradient_check};
 
 /// The tolerance of gradients: central differences in f64 have errors of about 1e-9. The errors of f32 kernels are a
@@ -54,6 +57,42 @@ fn broadcasting() {
     check(&[&[2, 3, 4], &[3, 1]], |x| x[0].broadcast_mul(&x[1]));
     check(&[&[2, 1, 4], &[3, 1]], |x| x[0].broadcast_sub(&x[1]));
     check(&[&[1], &[2, 3]], |x| x[1].broadcast_div(&x[0].sqr()?.affine(1.0, 0.5)?));
+}
+
+/// The tensors in which a weight is stored, as constants of the graph of `x`.
+fn stored(weight: &QuantizedWeight, x: &Tensor) -> Result<Vec<Tensor>> {
+    let elements: Vec<f32> = (0..weight.outputs * weight.inputs).map(|i| (i as f32 * 0.7).sin()).collect();
+    let quantized = quantize(weight.format, &elements, weight.inputs);
+    let host = &candle_core::Device::Cpu;
+    let tensor = |data: candle_core::Tensor| Tensor::from_candle(&data, x.device());
+    let bytes = |data: &[u8]| candle_core::Tensor::from_slice(data, data.len(), host);
+    let floats = |data: &[f32]| candle_core::Tensor::from_slice(data, data.len(), host);
+    let mut all = vec![bytes(&quantized.codes)];
+    match &quantized.scales {
+        OwnedScales::Plain(scales) => all.push(floats(scales)),
+        OwnedScales::Double { codes, nested, offset } => all.extend([bytes(codes), floats(nested), floats(&[*offset])]),
+    }
+    all.into_iter().map(|data| tensor(data.unwrap())).collect()
+}
+
+#[test]
+fn quantized_weights() {
+    for (outputs, inputs) in [(5, 24), (7, 9), (300, 8)] {
+        for format in [Format::Int8, Format::Nf4 { is_double: false }, Format::Nf4 { is_double: true }] {
+            let weight = QuantizedWeight { outputs, inputs, format, rounding: Rounding::None };
+            check(&[&[2, 3, inputs]], |x| x[0].quantized_linear(weight, &stored(&weight, &x[0])?, None));
+            check(&[&[2, inputs], &[outputs, 2], &[3, outputs]], |x| {
+                let stored = stored(&weight, &x[0])?;
+                let inputs: Vec<&Tensor> = x[..2].iter().chain(&stored).collect();
+                let [norm] = Tensor::apply_op(WeightNorm { scale: 0.5, quantized: Some(weight) }, &inputs)?;
+                x[2].broadcast_mul(&norm)
+            });
+        }
+        check(&[&[2, inputs], &[outputs, 2], &[outputs, inputs], &[3, outputs]], |x| {
+            let [norm] = Tensor::apply_op(WeightNorm { scale: 0.5, quantized: None }, &[&x[0], &x[1], &x[2]])?;
+            x[3].broadcast_mul(&norm)
+        });
+    }
 }
 
 #[test]

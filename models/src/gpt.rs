@@ -125,7 +125,7 @@ impl Gpt {
         let ln_f = layer_norm(config.width, config.layer_norm_eps, vb.pp("ln_f"))?;
         let head = match config.tied {
             true => Linear::new(wte.embeddings().clone(), None, "head"),
-            false => linear_no_bias(config.width, config.vocabulary, vb.pp("lm_head"))?,
+            false => linear_no_bias(config.width, config.vocabulary, vb.pp("lm_head").unquantized())?,
         };
         Ok(Self { wte, wpe, blocks, ln_f, head, config: config.clone() })
     }

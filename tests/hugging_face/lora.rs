@@ -12,40 +12,44 @@ use crate::case::{options, read, unsupported};
 use crate::numbers::{GRADIENT, LOGITS, LOSS, PARAMETERS, relative, root_mean_square, values};
 use crate::saving::bits;
 
-struct Case {
-    name: String,
-    folder: PathBuf,
-    expected: HashMap<String, Tensor>,
+pub struct Case {
+    pub name: String,
+    pub folder: PathBuf,
+    pub expected: HashMap<String, Tensor>,
     about: Value,
 }
 
 impl Case {
     fn all() -> Vec<Self> {
         let folders = crate::roots().into_iter().flat_map(|root| crate::folders(&root.join("lora")));
-        let case = |folder: PathBuf| {
-            let (expected, about) = read(&folder);
-            let name = folder.file_name().unwrap().to_string_lossy().into_owned();
-            Self { name, folder, expected, about }
-        };
-        folders.map(case).collect()
+        folders.map(Self::read).collect()
+    }
+
+    pub fn read(folder: PathBuf) -> Self {
+        let (expected, about) = read(&folder);
+        let name = folder.file_name().unwrap().to_string_lossy().into_owned();
+        Self { name, folder, expected, about }
     }
 
     /// Opens the base model and the adapter, and creates a trainer with both.
     fn trainer(&self) -> Result<(Folder, Adapter, Trainer), HfError> {
         let adapter = Adapter::open(self.folder.join("adapter"))?;
-        let base = Folder::open(adapter.base()?)?;
+        self.trainer_of(&adapter.base()?, adapter.trainable())
+    }
+
+    /// Creates a trainer with the weights of the folder `base` and this case's adapter.
+    pub fn trainer_of(&self, base: &Path, trainable: Trainable) -> Result<(Folder, Adapter, Trainer), HfError> {
+        let adapter = Adapter::open(self.folder.join("adapter"))?;
+        let base = Folder::open(base)?;
         let sequence = self.ids()[0].len() - 1;
-        let options = TrainOptions {
-            step: StepOptions { trainable: adapter.trainable(), ..options(sequence).step },
-            ..options(sequence)
-        };
+        let options = TrainOptions { step: StepOptions { trainable, ..options(sequence).step }, ..options(sequence) };
         let mut trainer = Trainer::new(|vb| base.model(vb), options)?;
         base.load(&mut trainer)?;
         adapter.load(&base, &mut trainer)?;
         Ok((base, adapter, trainer))
     }
 
-    fn ids(&self) -> Vec<Vec<u32>> {
+    pub fn ids(&self) -> Vec<Vec<u32>> {
         let ids = values(&self.expected["input_ids"]).into_iter().map(|id| id as u32).collect::<Vec<_>>();
         ids.chunks_exact(self.expected["input_ids"].dims()[1]).map(<[u32]>::to_vec).collect()
     }
@@ -57,6 +61,39 @@ impl Case {
 
     fn noise(&self, name: &str) -> f64 {
         self.about["noise_f32_against_f64"][name].as_f64().unwrap_or(0.0)
+    }
+
+    /// Compares logits, losses, gradients and the adapter after three steps with the expected ones. `what` describes the
+    /// trainer.
+    pub fn compare(&self, trainer: &mut Trainer, what: &str) {
+        let (ids, length) = (self.ids(), self.ids()[0].len());
+        let logits = logits(trainer, &ids, &self.expected["logits"]);
+        assert!(logits <= LOGITS.max(5.0 * self.noise("logits")), "{what}: logits differ by {logits:e}");
+
+        let flat =
+            |first: usize| ids.iter().flat_map(|ids| &ids[first..first + length - 1]).copied().collect::<Vec<_>>();
+        let (tokens, targets) = (flat(0), flat(1));
+        let (mut losses, mut gradients) = (Vec::new(), 0.0f64);
+        for step in 0..3 {
+            losses.push(f64::from(trainer.step(&tokens, &targets).unwrap().loss));
+            for (stored, expected) in self.expected_under("grad.").filter(|_| step == 0) {
+                let found = trainer.gradient(parameter(stored)).unwrap();
+                gradients = gradients.max(relative(&values(&found), &values(expected)));
+            }
+        }
+        losses.push(f64::from(trainer.evaluate(&tokens, &targets).unwrap()));
+        assert!(gradients <= GRADIENT.max(5.0 * self.noise("grad")), "{what}: gradients {gradients:e}");
+        let off = losses.iter().zip(values(&self.expected["losses"])).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
+        assert!(off <= LOSS, "{what}: losses {losses:?}");
+        let mut parameters = 0.0f64;
+        for (stored, expected) in self.expected_under("param_after.") {
+            let found = trainer.tensor(parameter(stored)).unwrap();
+            parameters = parameters.max(root_mean_square(&values(&found), &values(expected)));
+        }
+        assert!(parameters <= PARAMETERS, "{what}: parameters {parameters:e}");
+        println!(
+            "{what:<24} logits {logits:.1e} losses {off:.1e} gradients {gradients:.1e} parameters {parameters:.1e}"
+        );
     }
 }
 
@@ -79,42 +116,14 @@ fn what_peft_computes() {
             }
         };
         checked += 1;
-        let (ids, length) = (case.ids(), case.ids()[0].len());
-        let logits = logits(&mut trainer, &ids, &case.expected["logits"]);
-        assert!(logits <= LOGITS.max(5.0 * case.noise("logits")), "{}: logits differ by {logits:e}", case.name);
-
-        let flat =
-            |first: usize| ids.iter().flat_map(|ids| &ids[first..first + length - 1]).copied().collect::<Vec<_>>();
-        let (tokens, targets) = (flat(0), flat(1));
-        let (mut losses, mut gradients) = (Vec::new(), 0.0f64);
-        for step in 0..3 {
-            losses.push(f64::from(trainer.step(&tokens, &targets).unwrap().loss));
-            for (stored, expected) in case.expected_under("grad.").filter(|_| step == 0) {
-                let found = trainer.gradient(parameter(stored)).unwrap();
-                gradients = gradients.max(relative(&values(&found), &values(expected)));
-            }
-        }
-        losses.push(f64::from(trainer.evaluate(&tokens, &targets).unwrap()));
-        assert!(gradients <= GRADIENT.max(5.0 * case.noise("grad")), "{}: gradients {gradients:e}", case.name);
-        let off = losses.iter().zip(values(&case.expected["losses"])).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
-        assert!(off <= LOSS, "{}: losses {losses:?}", case.name);
-        let mut parameters = 0.0f64;
-        for (stored, expected) in case.expected_under("param_after.") {
-            let found = trainer.tensor(parameter(stored)).unwrap();
-            parameters = parameters.max(root_mean_square(&values(&found), &values(expected)));
-        }
-        assert!(parameters <= PARAMETERS, "{}: parameters {parameters:e}", case.name);
-        println!(
-            "{:<24} logits {logits:.1e} losses {off:.1e} gradients {gradients:.1e} parameters {parameters:.1e}",
-            case.name
-        );
+        case.compare(&mut trainer, &case.name);
     }
     assert!(checked > 0);
 }
 
 /// Returns the largest difference of logits. A trainer's window is one token shorter than the ids, so the last
 /// position is not compared.
-fn logits(trainer: &mut Trainer, ids: &[Vec<u32>], expected: &Tensor) -> f64 {
+pub fn logits(trainer: &mut Trainer, ids: &[Vec<u32>], expected: &Tensor) -> f64 {
     let mut worst = 0.0f64;
     for (row, ids) in ids.iter().enumerate() {
         let found = values(&trainer.logits(&ids[..ids.len() - 1]).unwrap());
@@ -185,7 +194,8 @@ fn a_merged_folder_is_the_base_with_the_adapter_added() {
                 None => assert!(bits(tensor) == bits(&after[name]), "{}: {name} has changed", case.name),
                 Some(expected) => {
                     let off = relative(&values(&after[name]), &values(expected));
-                    assert!(off <= 1e-6, "{}: {name} differs by {off:e}", case.name);
+                    let limit = 1e-6f64.max(2.0 * case.noise("merged"));
+                    assert!(off <= limit, "{}: {name} differs by {off:e}", case.name);
                 }
             }
         }
@@ -275,14 +285,13 @@ fn options_that_are_not_supported_are_named() {
         ("target_modules", json!(".*_proj")),
         ("target_modules", json!([])),
         ("bias", json!("all")),
-        ("use_dora", json!(true)),
         ("lora_bias", json!(true)),
         ("rank_pattern", json!({ "q_proj": 2 })),
         ("alpha_pattern", json!({ "q_proj": 2 })),
         ("modules_to_save", json!(["lm_head"])),
         ("layers_to_transform", json!([0])),
         ("exclude_modules", json!(["v_proj"])),
-        ("init_lora_weights", json!("pissa")),
+        ("init_lora_weights", json!("pissa_niter_4")),
         ("task_type", json!("SEQ_CLS")),
         ("use_something_new", json!(true)),
     ] {

@@ -15,6 +15,7 @@ mod numbers;
 mod options;
 mod preference;
 mod published;
+mod quantized;
 mod saving;
 mod tokenizers;
 

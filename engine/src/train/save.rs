@@ -223,7 +223,8 @@ impl Trainer {
                 let part_of = |name: &str| self.layout.parts.get(name);
                 // Copies are equal, so only the first of the ranks with copies writes. Frozen parameters are updated on
                 // no stage, so every stage that has such a parameter writes it.
-                let frozen = |name: &str| self.layout.frozen.contains(name) || !self.layout.shapes.contains_key(name);
+                let frozen =
+                    |name: &str| self.layout.frozen.contains_key(name) || !self.layout.shapes.contains_key(name);
                 let mine = |t: &&gapless_runtime::PersistentBytes<'_>| {
                     let name = &t.label.tensor;
                     let first =

@@ -90,6 +90,25 @@ impl Trainer {
         self.set_elements(name, &value.flatten_all()?.to_dtype(DType::F32)?.to_vec1::<f32>()?)
     }
 
+    /// Overwrites a tensor of bytes, such as the codes of a quantized weight.
+    ///
+    /// # Errors
+    /// Returns an error if no tensor has this name, or if it has another number of bytes.
+    pub fn set_bytes(&mut self, name: &str, data: &[u8]) -> Result<()> {
+        let is_copied = self.session.fill_tensor(name, |bytes| {
+            let fits = bytes.len() == data.len();
+            if fits {
+                bytes.copy_from_slice(data);
+            }
+            fits.then_some(()).ok_or(bytes.len())
+        })?;
+        is_copied.map_err(|expected| TrainError::Shape {
+            name: name.into(),
+            expected: vec![expected],
+            given: vec![data.len()],
+        })
+    }
+
     /// Like [`Self::set_tensor`], but takes the elements as a slice, in row-major order.
     ///
     /// # Errors

@@ -77,7 +77,7 @@ impl Decoder {
         let head = vb.pp("lm_head");
         let lm_head = match config.tied {
             true => Linear::new(embed_tokens.embeddings().clone(), None, head.prefix()),
-            false => linear_no_bias(config.width, config.vocabulary, head)?,
+            false => linear_no_bias(config.width, config.vocabulary, head.unquantized())?,
         };
         let embed_tokens = embed_tokens.with_padding(config.padding);
         Ok(Self { embed_tokens, blocks, norm, lm_head, config: config.clone() })

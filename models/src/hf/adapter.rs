@@ -9,7 +9,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use candle_core::DType;
-use gapless_engine::nn::{Lora, Trainable};
+use gapless_engine::nn::{Lora, LoraInit, Trainable};
 use gapless_engine::{DeviceChoice, StepOptions, TrainError, TrainOptions, Trainer};
 use safetensors::tensor::TensorView;
 use serde_json::{Map, Value, json};
@@ -40,7 +40,7 @@ const PASSED_OVER: [&str; 7] = [
 ];
 
 /// Options that are supported only if they are switched off: null, false or empty.
-const OFF: [&str; 24] = [
+const OFF: [&str; 23] = [
     "alora_invocation_tokens",
     "alpha_pattern",
     "arrow_config",
@@ -62,7 +62,6 @@ const OFF: [&str; 24] = [
     "target_parameters",
     "trainable_token_indices",
     "use_bdlora",
-    "use_dora",
     "use_qalora",
     "velora_config",
 ];
@@ -244,7 +243,10 @@ impl Folder {
             // PEFT sets this option for GPT-2, whose linear layers are stored transposed.
             "fan_in_fan_out": self.config.is_gpt2(),
             "inference_mode": true,
-            "init_lora_weights": true,
+            "init_lora_weights": match lora.init {
+                LoraInit::Zero => json!(true),
+                LoraInit::Pissa => json!(PISSA),
+            },
             "lora_alpha": whole(lora.alpha),
             "lora_bias": false,
             "lora_dropout": lora.dropout,
@@ -254,7 +256,7 @@ impl Folder {
             "rank_pattern": {},
             "target_modules": lora.targets,
             "task_type": "CAUSAL_LM",
-            "use_dora": false,
+            "use_dora": lora.dora,
             "use_rslora": lora.rank_stabilised,
         });
         let Value::Object(config) = config else { unreachable!("it is written as an object") };
@@ -337,10 +339,12 @@ fn take(fields: &mut Fields) -> Lora {
         dropout: dropout(fields),
         targets: targets(fields),
         rank_stabilised: fields.flag("use_rslora", false),
+        dora: fields.flag("use_dora", false),
+        init: initial_values(fields),
+        quantize: None,
     };
     fields.one_of("bias", &["none"]);
     fields.one_of("task_type", &["CAUSAL_LM"]);
-    initial_values(fields);
     fields.require_off(&OFF);
     fields.ignore(&PASSED_OVER);
     lora
@@ -367,14 +371,19 @@ fn targets(fields: &mut Fields) -> Vec<String> {
     })
 }
 
-/// Checks `init_lora_weights`, the method that set the adapters' initial values. These values no longer matter after
+/// The name of PEFT's method that computes initial values and the base's weights by [`LoraInit::Pissa`].
+const PISSA: &str = "pissa";
+
+/// Reads `init_lora_weights`, the method that set the adapters' initial values. These values no longer matter after
 /// training. A method that also changed the base model's weights is a problem, because this folder does not hold the
-/// changed weights.
-fn initial_values(fields: &mut Fields) {
-    if let Some(found) = fields.take("init_lora_weights")
-        && !found.is_boolean()
-        && !["gaussian", "eva", "orthogonal"].iter().any(|name| found == *name)
-    {
-        fields.unsupported("init_lora_weights", &found, "true, false, gaussian, eva, orthogonal");
+/// changed weights, unless they can be computed again.
+fn initial_values(fields: &mut Fields) -> LoraInit {
+    let Some(found) = fields.take("init_lora_weights") else { return LoraInit::Zero };
+    if found == PISSA {
+        return LoraInit::Pissa;
     }
+    if !found.is_boolean() && !["gaussian", "eva", "orthogonal"].iter().any(|name| found == *name) {
+        fields.unsupported("init_lora_weights", &found, "true, false, gaussian, eva, orthogonal, pissa");
+    }
+    LoraInit::Zero
 }

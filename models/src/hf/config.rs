@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use gapless_engine::graph::Graph;
-use gapless_engine::nn::{Trainable, VarBuilder};
+use gapless_engine::nn::{Lora, QuantizedRounding, Trainable, VarBuilder};
 use gapless_engine::{DType, Model, Tensor};
 use serde_json::{Map, Value};
 
@@ -13,6 +13,8 @@ use super::error::{ConfigProblem, HfError, Result};
 use super::families::{FAMILIES, REFUSED};
 use super::fields::{Fields, read_object};
 use super::layout::{ExpertNames, NUMBERED};
+use super::quantized::{self, Quantization};
+use super::tensors::Dtype;
 use super::{HEAD, experts, gpt2, known};
 use crate::limits::MAX_ELEMENTS;
 use crate::{Decoder, FusedQkv, Gpt, GptConfig, LlamaConfig, MoeConfig};
@@ -27,6 +29,9 @@ pub struct Config {
     unread_layers: Range<usize>,
     expert_names: ExpertNames,
     positions: Option<usize>,
+    quantization: Option<Quantization>,
+    /// The type of the stored weights, or of those that are not quantized.
+    rounding: QuantizedRounding,
 }
 
 /// A family of models with its settings.
@@ -110,6 +115,7 @@ impl Config {
             }
             _ => 0..0,
         };
+        let (quantization, rounding) = quantized::take(&mut fields);
         known::take(&mut fields);
         let problems = fields.problems();
         if !problems.is_empty() {
@@ -127,7 +133,7 @@ impl Config {
             }]));
         }
         let expert_names = table.map_or(NUMBERED, |table| table.expert_names);
-        Ok(Self { path, architecture, parameters, unread_layers, expert_names, positions })
+        Ok(Self { path, architecture, parameters, unread_layers, expert_names, positions, quantization, rounding })
     }
 
     /// Declares the model in the builder of a [`Trainer`](gapless_engine::Trainer).
@@ -152,6 +158,36 @@ impl Config {
     /// The family of the model, with its settings.
     pub fn architecture(&self) -> &Architecture {
         &self.architecture
+    }
+
+    /// The method by which the stored weights are quantized, or `None` if they are not.
+    pub(super) fn quantization(&self) -> Option<&Quantization> {
+        self.quantization.as_ref()
+    }
+
+    /// The type in which weights that are not quantized are stored.
+    pub(super) fn plain_dtype(&self) -> Dtype {
+        match self.rounding {
+            QuantizedRounding::F32 => Dtype::F32,
+            QuantizedRounding::Bf16 => Dtype::BF16,
+            QuantizedRounding::F16 => Dtype::F16,
+        }
+    }
+
+    /// Fills in the settings of adapters that follow from this model: the layers that have adapters, and the storage of
+    /// frozen weights ([`Lora::quantize`]), which by default is that of the folder.
+    #[must_use]
+    pub fn complete(&self, mut lora: Lora) -> Lora {
+        if lora.targets.is_empty() {
+            lora.targets = self.architecture.lora_targets();
+        }
+        if let (None, Some(Quantization::BitsAndBytes(quantize))) = (&lora.quantize, &self.quantization) {
+            lora.quantize = Some(quantize.clone());
+        }
+        if let Some(quantize) = &mut lora.quantize {
+            quantize.rounding.get_or_insert(self.rounding);
+        }
+        lora
     }
 
     /// Number of tokens in the vocabulary: rows of the embedding.

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 use gapless_engine::Trainer;
-use gapless_engine::nn::VarBuilder;
+use gapless_engine::nn::{Lora, LoraInit, Trainable, VarBuilder};
 use safetensors::tensor::TensorInfo;
 use serde_json::{Map, Value};
 
@@ -12,6 +12,8 @@ use super::config::{Config, Pretrained};
 use super::error::{HfError, Result, WeightProblem};
 use super::fields::read_object;
 use super::layout::{ParameterLayout, StoredRange, is_known_buffer, layout, xielu_constant};
+use super::low_rank::principal;
+use super::quantized::dequantized;
 use super::tensors::{TensorFile, is_supported};
 
 /// The file that holds all weights of a small model.
@@ -52,6 +54,11 @@ impl Folder {
         let layout = layout(&config, &stored);
         let folder = Self { path, files, metadata, layout, config, places };
         folder.compare(&mut problems);
+        let mut pieces = folder.layout.iter().flat_map(|placed| &placed.pieces);
+        if folder.config.quantization().is_some() && !pieces.any(|piece| folder.packing(piece).is_some()) {
+            let why = "quantization_config says that weights are quantized, but none is; remove it".to_owned();
+            return Err(HfError::Malformed { path: folder.path.join("config.json"), why });
+        }
         match problems.is_empty() {
             true => Ok(folder),
             false => Err(HfError::Weights { path: folder.path, problems }),
@@ -83,7 +90,8 @@ impl Folder {
 
     /// Fills the parameters of a trainer of [`Self::model`]. Parameters are read one by one, so at most one is in
     /// memory besides the arena. A pipeline rank reads only the parameters of its own stages. Adapters are left
-    /// unchanged; [`Adapter::load`](super::Adapter::load) fills them.
+    /// unchanged, unless their initial values follow from the weights ([`Lora::dora`], [`LoraInit::Pissa`]);
+    /// [`Adapter::load`](super::Adapter::load) fills them.
     ///
     /// # Errors
     /// Returns an error if a file cannot be read, if an element is not finite, if the trainer is of another model, or
@@ -94,23 +102,48 @@ impl Folder {
         self.check_constants()?;
         let trainable = &trainer.options().step.trainable;
         let wanted = trainer.parameter_names().filter(|name| !trainable.is_adapter(name));
-        let wanted: Vec<String> = wanted.map(str::to_owned).collect();
+        let wanted: BTreeSet<String> = wanted.map(str::to_owned).collect();
+        let lora = match trainable {
+            Trainable::Lora(lora) => Some(lora.clone()),
+            Trainable::All | Trainable::Only(_) => None,
+        };
+        let quantize = lora.as_ref().and_then(|lora| lora.quantize.clone());
+        // The tensors in which quantized weights are stored are filled together.
+        let stored = |name: &String| quantize.as_ref().map(|quantize| quantize.stored_names(name)).unwrap_or_default();
+        let is_quantized = |name: &String| stored(name).get(1).is_some_and(|second| wanted.contains(second));
+        let scales: BTreeSet<String> =
+            wanted.iter().filter(|name| is_quantized(name)).flat_map(|name| stored(name).split_off(1)).collect();
         let placed: BTreeMap<&str, &ParameterLayout> =
             self.layout.iter().map(|one| (one.parameter.as_str(), one)).collect();
         let mut elements = Vec::new();
-        for name in wanted {
+        for name in wanted.iter().filter(|name| !scales.contains(*name)) {
             let Some(placed) = placed.get(name.as_str()) else {
-                let shape = trainer.tensor(&name)?.dims().to_vec();
-                return Err(self.wrong(WeightProblem::Missing { name, shape }));
+                let shape = trainer.tensor(name)?.dims().to_vec();
+                return Err(self.wrong(WeightProblem::Missing { name: name.clone(), shape }));
             };
-            elements.clear();
-            elements.reserve_exact(placed.pieces.iter().map(StoredRange::len).sum());
-            for piece in &placed.pieces {
-                self.read(piece, &mut elements)?;
+            if let Some(quantize) = quantize.as_ref().filter(|_| is_quantized(name)) {
+                let read = || self.elements(placed, Vec::new());
+                self.load_quantized(trainer, quantize, placed, read)?;
+                if let Some(lora) = lora.as_ref().filter(|lora| lora.dora) {
+                    split_off_adapter(trainer, lora, name, &mut dequantized(trainer, quantize, name)?)?;
+                }
+                continue;
             }
-            trainer.set_whole(&name, &elements)?;
+            elements = self.elements(placed, elements)?;
+            if let Some(lora) = &lora {
+                split_off_adapter(trainer, lora, name, &mut elements)?;
+            }
+            trainer.set_whole(name, &elements)?;
         }
         Ok(())
+    }
+
+    /// Reads the elements of a parameter into `elements`, whose old contents are dropped.
+    fn elements(&self, placed: &ParameterLayout, mut elements: Vec<f32>) -> Result<Vec<f32>> {
+        elements.clear();
+        elements.reserve_exact(placed.pieces.iter().map(StoredRange::len).sum());
+        placed.pieces.iter().try_for_each(|piece| self.read(piece, &mut elements))?;
+        Ok(elements)
     }
 
     /// Returns the file of a stored tensor, and the tensor's entry in the header of this file. Returns `None` if no
@@ -122,6 +155,9 @@ impl Folder {
 
     /// Reads the elements of a piece and appends them to `elements`, in the order of the parameter.
     fn read(&self, piece: &StoredRange, elements: &mut Vec<f32>) -> Result<()> {
+        if let Some(packing) = self.packing(piece) {
+            return self.read_packed(piece, packing, elements);
+        }
         let (file, _) = self.find(&piece.stored).expect("every piece was found when the folder was opened");
         let (first, count) = (piece.elements.start, piece.elements.len());
         if piece.columns.is_none() {
@@ -138,7 +174,11 @@ impl Folder {
     fn compare(&self, problems: &mut Vec<WeightProblem>) {
         let mut used = BTreeSet::new();
         for piece in self.layout.iter().flat_map(|placed| &placed.pieces) {
-            if !used.insert(piece.stored.as_str()) {
+            if !used.insert(piece.stored.clone()) {
+                continue;
+            }
+            if let Some(packing) = self.packing(piece) {
+                self.compare_packed(piece, packing, &mut used, problems);
                 continue;
             }
             let (name, expected) = (piece.stored.clone(), piece.shape.clone());
@@ -155,7 +195,7 @@ impl Folder {
                 problems.push(WeightProblem::Type { name, found: info.dtype.to_string() });
             }
         }
-        for name in self.places.keys().filter(|name| !used.contains(name.as_str())) {
+        for name in self.places.keys().filter(|name| !used.contains(*name)) {
             if let Some((_, info)) = self.find(name)
                 && !is_known_buffer(&self.config, name, &info.shape)
             {
@@ -218,6 +258,33 @@ impl Folder {
     fn wrong(&self, problem: WeightProblem) -> HfError {
         HfError::Weights { path: self.path.clone(), problems: vec![problem] }
     }
+}
+
+/// If the parameter is the weight of a layer with an adapter, sets those initial values of the adapter that follow from the
+/// weight. With [`LoraInit::Pissa`], subtracts the adapter from `elements`, the elements of the weight.
+fn split_off_adapter(trainer: &mut Trainer, lora: &Lora, parameter: &str, elements: &mut [f32]) -> Result<()> {
+    let Some(layer) = parameter.strip_suffix(".weight").filter(|layer| lora.is_target(layer)) else { return Ok(()) };
+    let [a, b] = Lora::parameters(layer);
+    let (outputs, inputs) = (trainer.tensor(&b)?.dims()[0], trainer.tensor(&a)?.dims()[1]);
+    if lora.dora {
+        let norm = |row: &[f32]| row.iter().map(|&x| f64::from(x).powi(2)).sum::<f64>().sqrt() as f32;
+        let norms: Vec<f32> = elements.chunks_exact(inputs).take(outputs).map(norm).collect();
+        trainer.set_elements(&Lora::magnitude(layer), &norms)?;
+    }
+    if lora.init == LoraInit::Pissa {
+        let [mut of_b, mut of_a] = principal(elements, [outputs, inputs], lora.rank)?;
+        for (row, b) in elements.chunks_exact_mut(inputs).zip(of_b.chunks_exact(lora.rank)) {
+            for (a, b) in of_a.chunks_exact(inputs).zip(b) {
+                row.iter_mut().zip(a).for_each(|(x, a)| *x -= a * b);
+            }
+        }
+        // The adapter multiplies B·A by the scale.
+        let root = lora.scale().sqrt().recip() as f32;
+        [&mut of_a, &mut of_b].into_iter().flatten().for_each(|x| *x *= root);
+        trainer.set_elements(&a, &of_a)?;
+        trainer.set_elements(&b, &of_b)?;
+    }
+    Ok(())
 }
 
 type Opened = (Vec<TensorFile>, Option<Map<String, Value>>, BTreeMap<String, usize>);

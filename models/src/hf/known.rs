@@ -145,9 +145,6 @@ fn neutral() -> [(&'static str, Value); 18] {
 /// Reads the options of this module. Must be called after the model family has read its own options.
 pub(super) fn take(fields: &mut Fields) {
     architectures(fields);
-    if let Some(quantised) = fields.take("quantization_config") {
-        fields.unsupported("quantization_config", &quantised, "unquantised weights");
-    }
     fields.require_off(&OFF);
     for (field, value) in neutral() {
         fields.require(field, value);

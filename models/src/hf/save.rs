@@ -9,7 +9,7 @@ use std::fs::{self, File};
 use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};
 
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor};
 use gapless_engine::Trainer;
 use gapless_engine::nn::{Lora, Trainable};
 use safetensors::tensor::{Metadata, TensorInfo};
@@ -17,8 +17,10 @@ use serde_json::{Map, Value, json};
 
 use super::config::Config;
 use super::error::{HfError, Result};
+use super::fields::read_object;
 use super::folder::{Folder, INDEX, SINGLE};
 use super::layout::{ParameterLayout, StoredRange};
+use super::quantized::{dequantized, packed_names};
 use super::tensors::{Dtype, narrow};
 
 /// Number of elements that are converted at a time.
@@ -44,10 +46,30 @@ const TOKENIZER: [&str; 9] = [
 /// parameter, and the location of the range in the stored tensor.
 pub(super) type Origin<'a> = (&'a str, usize, &'a StoredRange);
 
+/// The tensors of a saved folder, by name.
+type SavedTensors = BTreeMap<String, SavedTensor>;
+
+/// A tensor of a saved folder.
+#[derive(Debug)]
+struct SavedTensor {
+    /// Index of the file of the original folder that holds it.
+    file: usize,
+    /// Its first byte in this file.
+    first: usize,
+    dtype: Dtype,
+    shape: Vec<usize>,
+}
+
+impl SavedTensor {
+    fn bytes(&self) -> usize {
+        self.shape.iter().product::<usize>() * self.dtype.bitsize() / 8
+    }
+}
+
 impl Folder {
     /// Saves a trainer's parameters as a folder at `out`, which must be empty or not exist. Tensor names and types are
-    /// those of this folder. Adapters are merged into the weights of their layers; [`Self::save_adapter`] saves them
-    /// separately.
+    /// those of this folder; quantized weights are written dequantized. Adapters are merged into the weights of their layers;
+    /// [`Self::save_adapter`] saves them separately.
     ///
     /// If `max_shard_size` is given, each file holds at most this number of bytes of tensors, and a larger tensor has a
     /// file of its own. If it is `None`, each tensor is saved in a file with the same name as in this folder.
@@ -85,33 +107,54 @@ impl Folder {
         copy_settings(&self.path, to)?;
         copy_tokenizer(tokenizer, to)?;
         let origins = origins(&self.layout, &self.config);
-        let shards = self.shards(max_shard_size);
+        let tensors = self.saved_tensors();
+        let shards = self.shards(&tensors, max_shard_size);
         for (file, names) in &shards {
             let path = to.join(file);
-            self.write_shard(trainer, &origins, names, &path)?;
+            self.write_shard(trainer, &origins, &tensors, names, &path)?;
         }
         if self.metadata.is_some() && max_shard_size.is_none() || shards.len() > 1 {
             let path = to.join(INDEX);
-            let text = serde_json::to_vec_pretty(&self.index(&shards)).expect("names and numbers make valid JSON");
+            let text =
+                serde_json::to_vec_pretty(&self.index(&tensors, &shards)).expect("names and numbers make valid JSON");
             fs::write(&path, text).map_err(write_error(&path))?;
         }
         Ok(())
     }
 
+    /// Returns the tensors of a saved folder: those of this folder, with each quantized weight in place of the tensors in
+    /// which it is stored.
+    fn saved_tensors(&self) -> BTreeMap<String, SavedTensor> {
+        let saved = |(name, &file): (&String, &usize)| {
+            let info = self.files[file].info(name)?;
+            let (dtype, shape, first) = (info.dtype, info.shape.clone(), info.data_offsets.0);
+            Some((name.clone(), SavedTensor { file, first, dtype, shape }))
+        };
+        let mut tensors: BTreeMap<String, SavedTensor> = self.places.iter().filter_map(saved).collect();
+        for piece in self.layout.iter().flat_map(|placed| &placed.pieces) {
+            let Some(packing) = self.packing(piece) else { continue };
+            let parts = packed_names(piece, packing);
+            if let Some(first) = parts.iter().filter_map(|name| tensors.remove(name)).reduce(|first, _| first) {
+                let (dtype, shape) = (self.config.plain_dtype(), piece.shape.clone());
+                tensors.insert(piece.stored.clone(), SavedTensor { dtype, shape, ..first });
+            }
+        }
+        tensors
+    }
+
     /// Returns the name of each file to write and the tensors in it, in the order in which this folder stores them.
-    fn shards(&self, max_shard_size: Option<u64>) -> Vec<(String, Vec<&str>)> {
-        let files = self.files.iter().map(|file| {
+    fn shards<'a>(&self, tensors: &'a SavedTensors, max_shard_size: Option<u64>) -> Vec<(String, Vec<&'a str>)> {
+        let files = self.files.iter().enumerate().map(|(at, file)| {
             let name = file.path().file_name().unwrap_or_default().to_string_lossy().into_owned();
-            let mut tensors: Vec<(&str, usize)> =
-                self.places.keys().filter_map(|name| Some((name.as_str(), file.info(name)?.data_offsets.0))).collect();
-            tensors.sort_by_key(|(_, first)| *first);
-            (name, tensors.into_iter().map(|(name, _)| name).collect::<Vec<_>>())
+            let mut here: Vec<(&String, &SavedTensor)> =
+                tensors.iter().filter(|(_, tensor)| tensor.file == at).collect();
+            here.sort_by_key(|(_, tensor)| tensor.first);
+            (name, here.into_iter().map(|(name, _)| name.as_str()).collect::<Vec<_>>())
         });
         let Some(most) = max_shard_size else { return files.collect() };
         let (mut shards, mut bytes): (Vec<Vec<&str>>, u64) = (Vec::new(), 0);
         for name in files.flat_map(|(_, names)| names) {
-            let size = self.info(name).data_offsets;
-            let size = (size.1 - size.0) as u64;
+            let size = tensors[name].bytes() as u64;
             match shards.last_mut().filter(|_| bytes + size <= most) {
                 Some(shard) => shard.push(name),
                 None => {
@@ -129,11 +172,10 @@ impl Folder {
         shards.into_iter().enumerate().map(|(at, names)| (file(at), names)).collect()
     }
 
-    fn index(&self, shards: &[(String, Vec<&str>)]) -> Value {
-        let infos = || self.places.keys().map(|name| self.info(name));
-        let bytes: usize = infos().map(|info| info.data_offsets.1 - info.data_offsets.0).sum();
+    fn index(&self, tensors: &SavedTensors, shards: &[(String, Vec<&str>)]) -> Value {
+        let bytes: usize = tensors.values().map(SavedTensor::bytes).sum();
         let mut metadata = self.metadata.clone().unwrap_or_else(|| {
-            let elements: usize = infos().map(|info| info.shape.iter().product::<usize>()).sum();
+            let elements: usize = tensors.values().map(|tensor| tensor.shape.iter().product::<usize>()).sum();
             Map::from_iter([("total_parameters".to_owned(), json!(elements))])
         });
         metadata.insert("total_size".into(), json!(bytes));
@@ -141,19 +183,16 @@ impl Folder {
         json!({ "metadata": metadata, "weight_map": places.collect::<BTreeMap<&str, &str>>() })
     }
 
-    fn info(&self, stored: &str) -> &TensorInfo {
-        self.find(stored).expect("one of the folder's tensors").1
-    }
-
     fn write_shard(
         &self,
         trainer: &Trainer,
         origins: &BTreeMap<String, Vec<Origin<'_>>>,
+        tensors: &SavedTensors,
         names: &[&str],
         path: &Path,
     ) -> Result<()> {
         let tensors = names.iter().map(|name| {
-            let TensorInfo { dtype, ref shape, .. } = *self.info(name);
+            let SavedTensor { dtype, ref shape, .. } = tensors[*name];
             (*name, dtype, &shape[..])
         });
         write_file(path, tensors.collect(), self.files[0].metadata(), &mut |name, dtype, write| match origins.get(name)
@@ -176,12 +215,21 @@ impl Folder {
     }
 }
 
-/// Copies the files of a model folder that hold its settings: config.json, and generation_config.json if it exists.
+/// Copies the files of a model folder that hold its settings: config.json, and generation_config.json if it exists. The copy
+/// of config.json has no `quantization_config`, because quantized weights are written dequantized.
 ///
 /// # Errors
 /// Returns an error if there is no config.json, or if a file cannot be copied.
 pub fn copy_settings(model: &Path, to: &Path) -> Result<()> {
-    copy_files(model, &MODEL, to)
+    copy_files(model, &MODEL, to)?;
+    let path = to.join("config.json");
+    let mut config = read_object(&path)?;
+    if config.remove("quantization_config").is_some() {
+        let text = serde_json::to_vec_pretty(&config).expect("names and numbers make valid JSON");
+        // The copy has the permissions of the original, which may be read-only.
+        fs::remove_file(&path).and_then(|()| fs::write(&path, text)).map_err(write_error(&path))?;
+    }
+    Ok(())
 }
 
 /// Copies the files of a tokenizer that exist, such as tokenizer.json and a chat template.
@@ -338,15 +386,30 @@ fn free_name_beside(out: &Path) -> PathBuf {
 }
 
 /// Returns a parameter's value. If the parameter is the weight W of a layer with an adapter, returns W with the adapter
-/// merged: W + scale · B·A.
+/// merged: W + scale · B·A, whose rows DoRA scales to their magnitudes.
 fn merged(trainer: &Trainer, parameter: &str) -> Result<Tensor> {
     let value = trainer.tensor(parameter)?;
     let Trainable::Lora(lora) = &trainer.options().step.trainable else { return Ok(value) };
+    let value = match &lora.quantize {
+        Some(quantize) if value.dtype() == DType::U8 => {
+            let elements = dequantized(trainer, quantize, parameter)?;
+            let count = elements.len();
+            Tensor::from_vec(elements, count, &Device::Cpu)?
+        }
+        _ => value,
+    };
     let Some(layer) = parameter.strip_suffix(".weight").filter(|layer| lora.is_target(layer)) else { return Ok(value) };
     let factor = |name: &str| Ok::<_, HfError>(trainer.tensor(name)?.to_dtype(DType::F32)?.copy()?);
     let [a, b] = Lora::parameters(layer);
     let added = (factor(&b)?.matmul(&factor(&a)?)? * lora.scale())?;
-    Ok((value.to_dtype(DType::F32)? + added)?)
+    let value = value.flatten_all()?.narrow(0, 0, added.elem_count())?.reshape(added.shape())?;
+    let merged = (value.to_dtype(DType::F32)? + added)?;
+    if !lora.dora {
+        return Ok(merged);
+    }
+    let norms = merged.sqr()?.sum_keepdim(1)?.sqrt()?;
+    let magnitudes = factor(&Lora::magnitude(layer))?.reshape(norms.shape())?;
+    Ok(merged.broadcast_mul(&(magnitudes / norms)?)?)
 }
 
 pub(super) fn write_error(path: &Path) -> impl Fn(io::Error) -> HfError {

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use gapless_engine::compile::step::RankPlan;
 use gapless_engine::data::{Answers, Format, Source};
-use gapless_engine::nn::Preference;
+use gapless_engine::nn::{LoraInit, Preference, Trainable};
 use gapless_engine::{Precision, TrainError};
 use gapless_models::limits;
 
@@ -120,6 +120,13 @@ impl RunConfig {
             // A folder's model is checked when the folder is opened.
             ModelConfig::Folder(_) => return Ok(()),
         };
+        if let Trainable::Lora(lora) = &self.trainable
+            && (lora.dora || lora.init == LoraInit::Pissa)
+        {
+            let key = if lora.dora { "trainable.lora.dora" } else { "trainable.lora.init" };
+            let why = "needs initial values that follow from the weights of a model folder".to_owned();
+            return fail(key, why, "set model.folder, or leave it out");
+        }
         checked.map_err(|error| match error {
             gapless_engine::Error::Config { why, remedy, .. } => ConfigError::value(self.model.key(), why, remedy),
             error => ConfigError::value(self.model.key(), error, "correct it"),

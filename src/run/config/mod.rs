@@ -23,7 +23,7 @@ use gapless_engine::nn::{Preference, Trainable};
 use gapless_engine::{
     DeviceChoice, Generation, LossTerms, MemoryOptions, Pipeline, Sampling, StepOptions, TrainOptions,
 };
-use gapless_models::{GptConfig, LlamaConfig, MoeConfig};
+use gapless_models::{GptConfig, LlamaConfig, MoeConfig, hf};
 use gapless_parallel::Mesh;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -287,13 +287,18 @@ impl RunConfig {
         }
     }
 
-    /// Fills in the default adapter targets of the model's family.
+    /// Fills in the settings of adapters that follow from the model.
     fn with_targets(mut self) -> Self {
-        if let Trainable::Lora(lora) = &mut self.trainable
-            && lora.targets.is_empty()
-            && let Ok(architecture) = self.model.architecture()
-        {
-            lora.targets = architecture.lora_targets();
+        if let Trainable::Lora(lora) = &mut self.trainable {
+            if let ModelConfig::Folder(folder) = &self.model {
+                if let Ok(config) = hf::Config::read(folder) {
+                    *lora = config.complete(std::mem::take(lora));
+                }
+            } else if lora.targets.is_empty()
+                && let Ok(architecture) = self.model.architecture()
+            {
+                lora.targets = architecture.lora_targets();
+            }
         }
         self
     }

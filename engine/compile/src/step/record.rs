@@ -186,7 +186,9 @@ impl TrainStep {
             if !layout.shapes.contains_key(name) {
                 let window = graph.window(id);
                 layout.shapes.insert(name.to_owned(), window.whole_dims().to_vec());
-                layout.frozen.insert(name.to_owned());
+                let all = window.whole_dims().iter().product();
+                let elements = if window.is_whole() { graph.weight_elements(id) } else { all };
+                layout.frozen.insert(name.to_owned(), elements as u64);
                 if !window.is_whole() {
                     let is_split = self.held.windows.get(name).is_some_and(|window| !window.is_whole());
                     let axes = if is_split { Axes::TENSOR } else { Axes::EXPERTS };

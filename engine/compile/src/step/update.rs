@@ -7,7 +7,7 @@
 //! cannot be divided as the optimizer requires, is not split: its gradient is summed by an all-reduce, and every rank
 //! updates the whole parameter.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
 
 use candle_core::DType;
@@ -97,8 +97,8 @@ pub struct CheckpointLayout {
     pub shapes: BTreeMap<String, Vec<usize>>,
     /// The stage that owns each tensor that an update changes.
     pub stages: BTreeMap<String, StageId>,
-    /// Tensors that no update changes.
-    pub frozen: BTreeSet<String>,
+    /// Tensors that no update changes, with the number of the model's weights that each stores.
+    pub frozen: BTreeMap<String, u64>,
     /// For each tensor of which this rank has only a part: that part.
     pub parts: HashMap<String, Shard>,
     /// States that are initialized with the value of their parameter (masters and averages), by the parameter's name.
@@ -106,10 +106,9 @@ pub struct CheckpointLayout {
 }
 
 impl CheckpointLayout {
-    /// Returns the number of elements of all tensors that no update changes.
+    /// Returns the number of the model's weights that no update changes.
     pub fn frozen_elements(&self) -> u64 {
-        let elements = |name: &String| self.shapes.get(name).map_or(0, |dims| dims.iter().product::<usize>() as u64);
-        self.frozen.iter().map(elements).sum()
+        self.frozen.values().sum()
     }
 }
 

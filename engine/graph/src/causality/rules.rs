@@ -11,8 +11,8 @@ use crate::graph::{Graph, Node, NodeId, Sequences, Source, ValueId};
 use crate::ops::{
     Affine, Attention, Binary, BinaryKind, BroadcastAs, CacheWrite, CachedAttention, Cast, Cat, Collective, Combine,
     Contiguous, Detach, Dispatch, Dropout, Embedding, Gather, GroupedLinear, LayerNorm, Linear, LogSumExp, MatMul, Max,
-    Narrow, Reshape, RmsNorm, Rope, Route, RoutedSwiGlu, ScaledSum, SinkAttention, SlotWeights, Softmax, Sum, TopK,
-    Transpose, Unary, UnaryKind, Where, Widen,
+    Narrow, QuantizedLinear, Reshape, RmsNorm, Rope, Route, RoutedSwiGlu, ScaledSum, SinkAttention, SlotWeights,
+    Softmax, Sum, TopK, Transpose, Unary, UnaryKind, Where, Widen,
 };
 use crate::reference::{Array, Reference};
 
@@ -196,6 +196,12 @@ impl<'a> Rules<'a> {
             vec![Flow { seen: None, ..out }]
         } else if op.is::<Linear>() {
             vec![self.product(node, (dims.len() - 1, &[]), (1, 0))]
+        } else if op.is::<QuantizedLinear>() {
+            // The weight depends on no token.
+            let (mut out, last) = (x.clone(), dims.len() - 1);
+            out.fold(last, dims[last]);
+            out.dims[last] = Along::free(to[last]);
+            vec![Flow { seen: None, ..out }]
         } else if op.is::<MatMul>() {
             let rank = dims.len();
             let batch: Vec<usize> = (0..rank - 2).collect();

@@ -123,6 +123,8 @@ pub struct Graph {
     rules: HashMap<ValueId, Arc<dyn Optimizer>>,
     /// Parameters that are not trained.
     frozen: HashSet<ValueId>,
+    /// For parameters whose elements are packed, the number of elements that they stand for.
+    packed: HashMap<ValueId, usize>,
     /// Weights of output heads.
     heads: HashSet<ValueId>,
     /// Parameters whose rows are vectors.
@@ -301,6 +303,17 @@ impl Graph {
     /// True if a parameter is excluded from training.
     pub fn is_frozen(&self, parameter: ValueId) -> bool {
         self.frozen.contains(&parameter)
+    }
+
+    /// Sets the number of elements of a model's weight that a persistent tensor stores.
+    pub fn mark_packed(&mut self, parameter: ValueId, elements: usize) {
+        self.packed.insert(parameter, elements);
+    }
+
+    /// Returns the number of elements of the model's weights that a persistent tensor stores: its own number of elements,
+    /// unless they are packed ([`Self::mark_packed`]).
+    pub fn weight_elements(&self, parameter: ValueId) -> usize {
+        self.packed.get(&parameter).copied().unwrap_or_else(|| self.value(parameter).spec.elements())
     }
 
     /// Adds the path of a layer that can have an adapter.

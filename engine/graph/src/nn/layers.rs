@@ -1,6 +1,7 @@
 //! The most common layers.
 
 use super::adapter::Adapter;
+use super::quantize::Weight;
 use super::{Init, Module, VarBuilder};
 use crate::error::Result;
 use crate::graph::lock;
@@ -9,7 +10,7 @@ use crate::tensor::Tensor;
 /// A linear layer: x·Wᵀ + b, plus the contribution of an adapter if the layer has one.
 #[derive(Debug, Clone)]
 pub struct Linear {
-    weight: Tensor,
+    weight: Weight,
     bias: Option<Tensor>,
     adapter: Option<Adapter>,
     layer: String,
@@ -18,15 +19,15 @@ pub struct Linear {
 impl Linear {
     /// Creates a layer from its parameters: weight [out, in] and an optional bias `[out]`. The layer has no adapter.
     pub fn new(weight: Tensor, bias: Option<Tensor>, layer: &str) -> Self {
-        Self { weight, bias, adapter: None, layer: layer.into() }
+        Self { weight: Weight::Plain(weight), bias, adapter: None, layer: layer.into() }
     }
 
     /// Declares the layer's parameters under the builder's path. If adapters are configured for this layer, declares
     /// those of an adapter too.
     fn declare((in_dim, out_dim): (usize, usize), bias: bool, init: Init, vb: &VarBuilder) -> Result<Self> {
-        let weight = vb.get_with_hints((out_dim, in_dim), "weight", init)?;
+        let weight = Weight::declare((in_dim, out_dim), init, vb)?;
         let bias = bias.then(|| vb.get_with_hints(out_dim, "bias", Init::Const(0.0))).transpose()?;
-        Ok(Self { adapter: Adapter::of(in_dim, out_dim, vb)?, ..Self::new(weight, bias, vb.prefix()) })
+        Ok(Self { weight, bias, adapter: Adapter::of(in_dim, out_dim, vb)?, layer: vb.prefix().into() })
     }
 
     /// Returns the cross-entropy of each target (u32, [..]), for a layer that is the head of a language model. The
@@ -44,23 +45,24 @@ impl Linear {
     /// # Errors
     /// Returns an error if the shapes do not fit.
     pub fn capped_cross_entropy(&self, xs: &Tensor, targets: &Tensor, cap: Option<f64>) -> Result<Tensor> {
-        lock(self.weight.device()).mark_head(self.weight.id());
-        if self.bias.is_some() || self.adapter.is_some() {
-            let logits = self.forward(xs)?;
-            return cap.map_or(Ok(logits.clone()), |cap| logits.cap(cap))?.cross_entropy(targets);
+        if let Weight::Plain(weight) = &self.weight {
+            lock(weight.device()).mark_head(weight.id());
+            if self.bias.is_none() && self.adapter.is_none() {
+                let _layer = xs.enter(&self.layer);
+                return xs.capped_cross_entropy(weight, targets, cap);
+            }
         }
-        let _layer = xs.enter(&self.layer);
-        xs.capped_cross_entropy(&self.weight, targets, cap)
+        let logits = self.forward(xs)?;
+        cap.map_or(Ok(logits.clone()), |cap| logits.cap(cap))?.cross_entropy(targets)
     }
 }
 
 impl Module for Linear {
     fn forward(&self, xs: &Tensor) -> Result<Tensor> {
         let _layer = xs.enter(&self.layer);
-        let ys = xs.linear(&self.weight, self.bias.as_ref())?;
         match &self.adapter {
-            Some(adapter) => ys.add(&adapter.forward(xs)?),
-            None => Ok(ys),
+            Some(adapter) => adapter.forward(xs, &self.weight, self.bias.as_ref()),
+            None => self.weight.forward(xs, self.bias.as_ref()),
         }
     }
 }

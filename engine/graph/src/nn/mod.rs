@@ -11,6 +11,7 @@ mod model;
 mod moe;
 pub mod ops;
 mod preference;
+mod quantize;
 pub mod rotary_emb;
 mod sequential;
 mod trainable;
@@ -30,8 +31,9 @@ pub use model::Model;
 pub use moe::{Capacity, Choice, Exchange, Experts, LimitedActivation, Router, RouterConfig, Routing, Score};
 pub use ops::Dropout;
 pub use preference::{Answer, PairLoss, Preference, Rewards};
+pub use quantize::{Quantize, QuantizedFormat, QuantizedRounding};
 pub use sequential::{Sequential, seq};
-pub use trainable::{Lora, Trainable, names};
+pub use trainable::{Lora, LoraInit, Trainable, names};
 pub use var_builder::VarBuilder;
 
 use crate::error::Result;

@@ -6,7 +6,8 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use super::adapter::{LORA_A, LORA_B};
+use super::Quantize;
+use super::adapter::{LORA_A, LORA_B, MAGNITUDE};
 use crate::error::{Error, Result};
 use crate::graph::Graph;
 
@@ -45,13 +46,42 @@ pub struct Lora {
     pub targets: Vec<String>,
     /// Whether the scale is alpha ÷ √rank (rsLoRA, arXiv 2312.03732) instead of alpha ÷ rank.
     pub rank_stabilised: bool,
+    /// Whether the norms of the rows of adapted weights are trained, too (DoRA, arXiv 2402.09353).
+    pub dora: bool,
+    /// The initial values of the adapters.
+    pub init: LoraInit,
+    /// Quantized storage of the frozen weights of linear layers (QLoRA). In a run file, the default is the storage of the
+    /// model folder's weights, which is quantized only if bitsandbytes quantized the folder.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub quantize: Option<Quantize>,
+}
+
+/// The initial values of adapters.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum LoraInit {
+    /// A is uniform within 1/√in, and B is zero, as in PEFT. So the model is unchanged at the start.
+    #[default]
+    Zero,
+    /// B·A holds the principal components of the weight of a model folder, and the frozen weight holds the others (PiSSA,
+    /// arXiv 2404.02948).
+    Pissa,
 }
 
 impl Default for Lora {
     /// PEFT's default rank and alpha, for the query and value projections as in the paper.
     fn default() -> Self {
         let targets = vec!["q_proj".to_owned(), "v_proj".to_owned()];
-        Self { rank: 8, alpha: 8.0, dropout: 0.0, targets, rank_stabilised: false }
+        Self {
+            rank: 8,
+            alpha: 8.0,
+            dropout: 0.0,
+            targets,
+            rank_stabilised: false,
+            dora: false,
+            init: LoraInit::Zero,
+            quantize: None,
+        }
     }
 }
 
@@ -60,6 +90,11 @@ impl Lora {
     pub fn scale(&self) -> f64 {
         let rank = self.rank as f64;
         self.alpha / if self.rank_stabilised { rank.sqrt() } else { rank }
+    }
+
+    /// Returns the name of the magnitudes of DoRA of the layer with this path.
+    pub fn magnitude(layer: &str) -> String {
+        format!("{layer}.{MAGNITUDE}")
     }
 
     /// Returns the names of the parameters A and B of the adapter of the layer with this path.
@@ -106,6 +141,9 @@ impl Trainable {
             }
             Self::Lora(lora) if !(0.0..1.0).contains(&lora.dropout) => {
                 fail(format!("dropout is {}", lora.dropout), "set it to at least 0 and below 1")
+            }
+            Self::Lora(Lora { init: LoraInit::Pissa, quantize: Some(_), .. }) => {
+                fail("PiSSA changes the frozen weights, which are quantized".into(), "set init to \"zero\"")
             }
             Self::Lora(lora) if lora.targets.is_empty() => fail("no targets".into(), "name layers, e.g. q_proj"),
             Self::Only(patterns) if patterns.is_empty() => fail("no patterns".into(), "name parameters or modules"),
@@ -191,7 +229,7 @@ fn shortened(names: impl Iterator<Item = String>) -> String {
 
 /// Returns the path of the layer whose adapter has this parameter. `None` if the parameter is not part of an adapter.
 fn adapted(parameter: &str) -> Option<&str> {
-    let layer = [LORA_A, LORA_B].iter().find_map(|name| parameter.strip_suffix(name))?;
+    let layer = [LORA_A, LORA_B, MAGNITUDE].iter().find_map(|name| parameter.strip_suffix(name))?;
     layer.strip_suffix('.')
 }
 

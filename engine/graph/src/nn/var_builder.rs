@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 use candle_core::{DType, Shape};
 use gapless_kernels::{Spec, Window};
 
-use super::{Init, Lora, Trainable};
+use super::{Init, Lora, Quantize, Trainable};
 use crate::error::{Error, Result};
 use crate::graph::{Graph, ValueId, lock};
 use crate::optim::Optimizer;
@@ -22,6 +22,8 @@ pub struct VarBuilder {
     expert_ranks: (usize, usize),
     trainable: Arc<Trainable>,
     is_training: bool,
+    /// True if weights under this path are never quantized.
+    is_unquantized: bool,
     /// Other names of levels of the path.
     names: Arc<BTreeMap<String, String>>,
 }
@@ -37,6 +39,7 @@ impl VarBuilder {
             expert_ranks: (1, 0),
             trainable,
             is_training: true,
+            is_unquantized: false,
             names: Arc::default(),
         }
     }
@@ -60,6 +63,17 @@ impl VarBuilder {
             Trainable::Lora(lora) => Some(lora),
             _ => None,
         }
+    }
+
+    /// Returns the storage of the weight of a layer with the builder's path, or `None` if it is not quantized.
+    pub(super) fn quantize(&self) -> Option<&Quantize> {
+        self.lora()?.quantize.as_ref().filter(|quantize| !self.is_unquantized && !quantize.skips(&self.path))
+    }
+
+    /// Returns the same builder for layers whose weights are never quantized, such as a head.
+    #[must_use]
+    pub fn unquantized(self) -> Self {
+        Self { is_unquantized: true, ..self }
     }
 
     pub(super) fn is_training(&self) -> bool {

@@ -295,6 +295,16 @@ impl Tensor {
         Self::apply_op::<1>(ops::Linear { has_bias: bias.is_some() }, &inputs).map(|[out]| out)
     }
 
+    /// Returns x·Wᵀ + b like [`Self::linear`], for a quantized weight that is not trained. `stored` are the tensors of
+    /// [`QuantizedWeight::stored`](ops::QuantizedWeight::stored).
+    ///
+    /// # Errors
+    /// Returns an error if the extents or types do not match.
+    pub fn quantized_linear(&self, weight: ops::QuantizedWeight, stored: &[Self], bias: Option<&Self>) -> Result<Self> {
+        let inputs: Vec<&Self> = [self].into_iter().chain(stored).chain(bias).collect();
+        Self::apply_op::<1>(ops::QuantizedLinear { weight, has_bias: bias.is_some() }, &inputs).map(|[out]| out)
+    }
+
     /// Looks up rows of `self` [vocabulary, width] by `ids` (u32, any shape).
     ///
     /// # Errors

@@ -9,6 +9,7 @@ pub mod math;
 pub mod overflow_heap;
 pub mod peak;
 mod pieces;
+pub mod quantized;
 pub mod reduce;
 pub mod scratch;
 pub mod simd;
