@@ -73,7 +73,7 @@ impl Update {
         let update = ParameterUpdate {
             parameter: &weight,
             info,
-            part: 0,
+            part: Some(0),
             gradient: &gradient,
             states: &states,
             norm: &norm,

@@ -11,6 +11,7 @@ impl Graph {
         self.random_places = old.random_places;
         self.rules = old.rules.iter().map(|(&id, rule)| (new(id), Arc::clone(rule))).collect();
         self.frozen = old.frozen.iter().map(|&id| new(id)).collect();
+        self.packed = old.packed.iter().map(|(&id, &elements)| (new(id), elements)).collect();
         self.heads = old.heads.iter().map(|&id| new(id)).collect();
         self.vectors = old.vectors.iter().map(|&id| new(id)).collect();
         self.linear_layers.clone_from(&old.linear_layers);

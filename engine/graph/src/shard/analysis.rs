@@ -103,8 +103,8 @@ impl Analysis {
         Self { dims, shapes, leaves, nodes }
     }
 
-    /// Chooses the leaves that `ranks` ranks divide: those that occur in parameters and that no operation needs whole, the
-    /// ones with the largest parameters first. No operation and no parameter has two of them.
+    /// Chooses the leaves that `ranks` ranks divide: those that occur in parameters and in operations with a rule, none of
+    /// which needs them whole; the ones with the largest parameters first. No operation and no parameter has two of them.
     pub fn choose(&self, graph: &Graph, ranks: usize) -> Vec<Dim> {
         let mut bytes: BTreeMap<Dim, u64> = BTreeMap::new();
         let mut groups: Vec<&BTreeSet<Dim>> = Vec::new();
@@ -123,7 +123,9 @@ impl Analysis {
             node.whole.iter().for_each(|leaf| _ = bytes.remove(leaf));
             groups.push(&node.leaves);
         }
-        bytes.retain(|&leaf, _| self.dims.extent(leaf) >= ranks && !self.dims.is_whole(leaf));
+        let ruled: BTreeSet<Dim> = groups.iter().skip(graph.persistent().count()).copied().flatten().copied().collect();
+        let is_divisible = |leaf: Dim| self.dims.extent(leaf) >= ranks && !self.dims.is_whole(leaf);
+        bytes.retain(|&leaf, _| is_divisible(leaf) && ruled.contains(&leaf));
         // Each element of a parameter must lie on one rank, so all segments of a dimension must be split.
         for (id, _) in graph.persistent() {
             let divides = |leaf: Dim| {

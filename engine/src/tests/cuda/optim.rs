@@ -282,7 +282,7 @@ fn recorded(
     rule.update(ParameterUpdate {
         parameter: &parameter,
         info,
-        part: 0,
+        part: Some(0),
         gradient: &gradient,
         states: &states,
         norm: &norm,
