@@ -37,6 +37,7 @@
 //!     loss, norm ◀── Session ◀─── Executable{instructions, addresses} ◀───────────────────────────────────┘
 //! ```
 #![warn(missing_docs)]
+#![allow(clippy::single_range_in_vec_init, reason = "windows hold lists of ranges")]
 
 pub mod communicator;
 mod error;

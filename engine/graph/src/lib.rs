@@ -24,6 +24,7 @@
 //!           Op: shape, gradient, cost, kernels, f64 reference
 //! ```
 #![warn(missing_docs)]
+#![allow(clippy::single_range_in_vec_init, reason = "windows hold lists of ranges")]
 
 pub mod autodiff;
 mod causality;

@@ -290,6 +290,8 @@ fn nth(ranges: &[Range<usize>], mut at: usize) -> usize {
 mod tests {
     use super::*;
 
+    type Held = Vec<Vec<Range<usize>>>;
+
     /// The elements' indices, by way of all indices of the whole tensor.
     fn reference(whole: &[usize], held: &[Vec<Range<usize>>], flat: Range<usize>) -> Vec<usize> {
         let count: usize = whole.iter().product();
@@ -306,7 +308,7 @@ mod tests {
 
     #[test]
     fn runs_and_indices_name_the_held_elements() {
-        let cases: [(&[usize], Vec<Vec<Range<usize>>>); 7] = [
+        let cases: [(&[usize], Held); 7] = [
             (&[4, 6], vec![vec![0..4], vec![0..6]]),
             (&[4, 6], vec![vec![1..3], vec![0..6]]),
             (&[4, 6], vec![vec![0..4], vec![2..4]]),
@@ -330,7 +332,7 @@ mod tests {
 
     #[test]
     fn a_spread_names_the_same_elements() {
-        let cases: [(&[usize], Vec<Vec<Range<usize>>>, bool); 7] = [
+        let cases: [(&[usize], Held, bool); 7] = [
             (&[4, 6], vec![vec![0..4], vec![0..6]], true),
             (&[4, 6], vec![vec![1..3], vec![0..6]], true),
             (&[4, 6], vec![vec![0..4], vec![2..4]], true),
@@ -381,7 +383,8 @@ mod tests {
     fn absurd_windows_are_errors() {
         const MAX: usize = usize::MAX;
         type Ranges<'a> = &'a [&'a [[usize; 2]]];
-        let cases: [(&[usize], Ranges<'_>, Option<Range<usize>>, &str); 8] = [
+        type Case<'a> = (&'a [usize], Ranges<'a>, Option<Range<usize>>, &'a str);
+        let cases: [Case<'_>; 8] = [
             (&[4], &[], None, "dimensions"),
             (&[4], &[&[[2, 5]]], None, "exceed the extent 4"),
             (&[4], &[&[[2, 3], [0, 1]]], None, "do not follow"),

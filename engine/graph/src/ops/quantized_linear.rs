@@ -80,7 +80,7 @@ impl QuantizedWeight {
             Format::Int8 => f64::from(codes[at] as u8 as i8),
             Format::Nf4 { .. } => {
                 let byte = codes[at / 2] as u8;
-                f64::from(NF4[usize::from(if at % 2 == 0 { byte >> 4 } else { byte & 15 })])
+                f64::from(NF4[usize::from(if at.is_multiple_of(2) { byte >> 4 } else { byte & 15 })])
             }
         };
         let element = |at: usize| match self.rounding {

@@ -191,7 +191,7 @@ impl Bound {
             let unknown: Vec<&Term> = factors.iter().zip(&known).filter(|(_, k)| k.is_none()).map(|(t, _)| t).collect();
             let new = match unknown[..] {
                 [] if product == extent => None,
-                [&Term::Label(label)] if extent % product == 0 => {
+                [&Term::Label(label)] if extent.is_multiple_of(product) => {
                     let new = dims.leaf(extent / product);
                     self.labels.insert(label, new);
                     Some(new)

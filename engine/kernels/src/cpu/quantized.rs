@@ -348,7 +348,7 @@ mod tests {
                 f32::from(matrix.codes[at] as i8) * (scales[row] * (1.0 / 127.0))
             }
             Format::Nf4 { .. } => {
-                let code = matrix.codes[at / 2] >> (if at % 2 == 0 { 4 } else { 0 }) & 15;
+                let code = matrix.codes[at / 2] >> (if at.is_multiple_of(2) { 4 } else { 0 }) & 15;
                 NF4[usize::from(code)]
                     * match matrix.scales {
                         Scales::Plain(scales) => scales[at / 64],

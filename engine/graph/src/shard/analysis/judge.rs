@@ -17,19 +17,22 @@ use crate::reference::{Array, Reference, evaluate};
 use crate::{Result, Tensor};
 
 /// The operations without a rule: those of caches, collectives and compressed activations, which come after the pass,
-/// and the bookkeeping of routed rows, whose elements are indices of all tokens and rows.
-const UNRULED: [&str; 11] = [
+/// those of quantized and of decomposed weights, and the bookkeeping of routed rows, whose elements are indices of all tokens and rows.
+const UNRULED: [&str; 14] = [
     "CacheWrite",
     "CachedAttention",
     "Collective",
     "Compress",
     "Expand",
     "HeadStatistics",
+    "QuantizedLinear",
+    "QuantizedLinearGradInput",
     "Route",
     "RunLengths",
     "RunStarts",
     "SlotWeights",
     "SlotWeightsGrad",
+    "WeightNorm",
 ];
 
 #[test]
