@@ -18,6 +18,9 @@ use super::parts::{Item, Part, gcd};
 use crate::order::sort_by_key;
 use crate::planner::budget::Budget;
 
+/// Most pairs of a size and a fullest clique. Each takes eight bytes of memory.
+const MAX_CELLS: usize = 1 << 22;
+
 /// The items of one region, which are planned separately.
 #[derive(Debug)]
 pub(crate) struct Region {
@@ -35,6 +38,15 @@ pub(crate) fn regions(part: &Part, whole: bool, budget: &mut Budget) -> Vec<Regi
         return Vec::new();
     }
     let full = part.fullest_cliques();
+    let mut distinct: Vec<u64> = part.items.iter().map(|item| item.bytes).collect();
+    distinct.sort_unstable();
+    distinct.dedup();
+    // Regions suit few sizes. In a packing without gaps, almost every item has a size of its own and every clique is
+    // full.
+    let cells = distinct.len().saturating_mul(full.len());
+    if cells > MAX_CELLS {
+        return Vec::new();
+    }
     let mut of_size: BTreeMap<u64, Vec<u32>> = BTreeMap::new();
     let is_at_full =
         |item: &Item| full[full.partition_point(|&k| k < item.start)..].first().is_some_and(|&k| k < item.end);
@@ -246,6 +258,20 @@ mod tests {
         assert_eq!(found(&pinned, 1_000), 1);
         pinned.pins = vec![(0, 0)];
         assert_eq!(found(&pinned, 1_000), 0);
+    }
+
+    /// Every item has a size of its own and every clique is full, as in a packing without gaps.
+    #[test]
+    fn many_sizes_at_many_full_cliques_get_no_regions() {
+        let rows = |cliques: u32| -> Vec<(u32, u32, u64)> {
+            let pair = |k: u32| [(k, k + 1, 1 + u64::from(k)), (k, k + 1, 9_999 - u64::from(k))];
+            (0..cliques).flat_map(pair).collect()
+        };
+        let found = |cliques: u32| {
+            regions(&part(&rows(cliques)), false, &mut Budget { work: u64::MAX, ..Budget::default() }).len()
+        };
+        assert_eq!(found(20), 1);
+        assert_eq!(found(1_500), 0);
     }
 
     /// The shortest-lived of three items that overlap in two slots is left out, unless a fullest clique has it.

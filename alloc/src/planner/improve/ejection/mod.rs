@@ -39,6 +39,11 @@ const MAX_FAILURES: u64 = 1 << 16;
 /// Steps between two checks of the deadline.
 const STEPS_PER_LOOK: u64 = 256;
 
+/// A call may complete its plan with 1/`COMPLETION` of its work, and with [`COMPLETION_PER_ITEM`] per item, even if its
+/// work is spent.
+const COMPLETION: u64 = 8;
+const COMPLETION_PER_ITEM: u64 = 16;
+
 /// Work of a step, in addition to the rectangles that it looks at.
 const WORK_PER_STEP: u64 = 8;
 
@@ -108,7 +113,7 @@ impl<'p> Ejection<'p> {
             met: Vec::new(),
             obstacles: Obstacles::default(),
         };
-        ejection.fill_up(budget);
+        ejection.fill_up(u64::MAX, budget);
         let offsets: Option<Vec<u64>> = ejection.places.iter().copied().collect();
         ejection.plan = part.placement(offsets?);
         ejection.lightest.places.clone_from(&ejection.places);
@@ -250,7 +255,8 @@ impl<'p> Ejection<'p> {
     fn finish(&mut self, budget: &mut Budget) {
         if !self.pool.is_empty() {
             self.take_up(budget);
-            self.fill_up(budget);
+            let most = (budget.work / COMPLETION).saturating_add(COMPLETION_PER_ITEM * self.part.items.len() as u64);
+            self.fill_up(most, budget);
         }
         if let Some(offsets) = self.places.iter().copied().collect::<Option<Vec<u64>>>() {
             let plan = self.part.placement(offsets);
@@ -267,15 +273,23 @@ impl<'p> Ejection<'p> {
         self.mass = 0;
     }
 
-    /// Places the items of the pool at the lowest free offsets, the longest-lived first.
-    fn fill_up(&mut self, budget: &mut Budget) {
+    /// Places the items of the pool at the lowest free offsets, the longest-lived first. Ends early once this takes
+    /// more than `most` work.
+    fn fill_up(&mut self, most: u64, budget: &mut Budget) {
         let mut missing = std::mem::take(&mut self.pool);
         let items = &self.part.items;
         sort_by_key(&mut missing, |&i| (Reverse((items[i as usize].cliques(), items[i as usize].bytes)), i));
         let mut taken = Vec::new();
+        let mut sorted = 0;
         for i in missing {
+            if sorted > most {
+                return;
+            }
             let item = items[i as usize];
-            budget.spend(self.index.beside(item, &mut self.met) / 4);
+            let looked = self.index.beside(item, &mut self.met);
+            budget.spend(looked / 4);
+            // If there are many items, sorting them takes most of the time.
+            sorted += looked / 4 * (1 + looked / 1024);
             self.obstacles.gather(&self.met, &self.price);
             taken.clear();
             taken.extend(self.obstacles.ranges.iter().map(|&(from, to, _)| (from, to)));
