@@ -120,9 +120,6 @@ const HEIGHTS: u32 = 6;
 /// item at every step, so it is cheap for small parts only.
 const SMALL: (usize, u64) = (3_000, 500_000);
 
-/// A part is large if it has more items than this.
-const LARGE: usize = 50_000;
-
 /// For a small part, the steps after the first search get 1/`SMALL_SHARE` of the work. The rest is for further
 /// searches.
 const SMALL_SHARE: u64 = 8;
@@ -237,7 +234,7 @@ impl<'p> Solver<'p> {
 
     /// Runs the steps after plain sweeps, the cheapest first, until the goal is met or the budget is spent.
     fn improve(&mut self, budget: &mut Budget) {
-        if self.is_large() {
+        if self.part.is_large() {
             return self.run_passes(budget);
         }
         if !self.is_small() {
@@ -249,10 +246,6 @@ impl<'p> Solver<'p> {
             budget.within(budget.left() / SMALL_SHARE, |budget| self.run(&METHODS, budget));
         }
         self.close_in(budget);
-    }
-
-    pub fn is_large(&self) -> bool {
-        self.part.items.len() > LARGE
     }
 
     fn is_small(&self) -> bool {

@@ -19,7 +19,7 @@ use crate::order::sort_by_key;
 use crate::planner::budget::Budget;
 
 /// Most pairs of a size and a fullest clique. Each takes eight bytes of memory.
-const MAX_CELLS: usize = 1 << 22;
+const MAX_CELLS: usize = 50_000_000;
 
 /// The items of one region, which are planned separately.
 #[derive(Debug)]
@@ -264,14 +264,14 @@ mod tests {
     #[test]
     fn many_sizes_at_many_full_cliques_get_no_regions() {
         let rows = |cliques: u32| -> Vec<(u32, u32, u64)> {
-            let pair = |k: u32| [(k, k + 1, 1 + u64::from(k)), (k, k + 1, 9_999 - u64::from(k))];
+            let pair = |k: u32| [(k, k + 1, 1 + u64::from(k)), (k, k + 1, 19_999 - u64::from(k))];
             (0..cliques).flat_map(pair).collect()
         };
         let found = |cliques: u32| {
             regions(&part(&rows(cliques)), false, &mut Budget { work: u64::MAX, ..Budget::default() }).len()
         };
         assert_eq!(found(20), 1);
-        assert_eq!(found(1_500), 0);
+        assert_eq!(found(5_100), 0);
     }
 
     /// The shortest-lived of three items that overlap in two slots is left out, unless a fullest clique has it.

@@ -79,7 +79,7 @@ impl Solver<'_> {
     /// need no share, so every part gets a plan, unless the address space is too small or pins overlap.
     pub fn sweep_once(&mut self, parts: u64, budget: &mut Budget) {
         let share = (budget.left() / 4 / parts).max(WORK_PER_ITEM * self.part.items.len() as u64);
-        let is_plain_first = self.is_large() && self.part.pins.is_empty();
+        let is_plain_first = self.part.is_large() && self.part.pins.is_empty();
         let outwards = if is_plain_first { share / 2 } else { share };
         let before = budget.spent;
         budget.within(outwards, |budget| self.sweep_outwards(1, budget));

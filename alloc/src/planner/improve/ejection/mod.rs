@@ -39,8 +39,8 @@ const MAX_FAILURES: u64 = 1 << 16;
 /// Steps between two checks of the deadline.
 const STEPS_PER_LOOK: u64 = 256;
 
-/// A call may complete its plan with 1/`COMPLETION` of its work, and with [`COMPLETION_PER_ITEM`] per item, even if its
-/// work is spent.
+/// A large part's plan may be completed with 1/`COMPLETION` of the call's work, and with [`COMPLETION_PER_ITEM`] per item,
+/// even if the work is spent.
 const COMPLETION: u64 = 8;
 const COMPLETION_PER_ITEM: u64 = 16;
 
@@ -82,7 +82,7 @@ struct Lightest {
 
 impl<'p> Ejection<'p> {
     /// Starts with the items at `places`. Items without a place get the lowest free one, the longest-lived item first.
-    /// Returns `None` if the address space is too small for that.
+    /// Returns `None` if the address space is too small for that, or if a large part has too many such items.
     pub fn new(part: &'p Part, places: &[Option<u64>], goal: u64, budget: &mut Budget) -> Option<Self> {
         let items = &part.items;
         let area = |item: &Item| item.bytes as f64 * f64::from(item.cliques());
@@ -113,7 +113,7 @@ impl<'p> Ejection<'p> {
             met: Vec::new(),
             obstacles: Obstacles::default(),
         };
-        ejection.fill_up(u64::MAX, budget);
+        ejection.fill_up(budget);
         let offsets: Option<Vec<u64>> = ejection.places.iter().copied().collect();
         ejection.plan = part.placement(offsets?);
         ejection.lightest.places.clone_from(&ejection.places);
@@ -255,8 +255,7 @@ impl<'p> Ejection<'p> {
     fn finish(&mut self, budget: &mut Budget) {
         if !self.pool.is_empty() {
             self.take_up(budget);
-            let most = (budget.work / COMPLETION).saturating_add(COMPLETION_PER_ITEM * self.part.items.len() as u64);
-            self.fill_up(most, budget);
+            self.fill_up(budget);
         }
         if let Some(offsets) = self.places.iter().copied().collect::<Option<Vec<u64>>>() {
             let plan = self.part.placement(offsets);
@@ -273,11 +272,15 @@ impl<'p> Ejection<'p> {
         self.mass = 0;
     }
 
-    /// Places the items of the pool at the lowest free offsets, the longest-lived first. Ends early once this takes
-    /// more than `most` work.
-    fn fill_up(&mut self, most: u64, budget: &mut Budget) {
+    /// Places the items of the pool at the lowest free offsets, the longest-lived first. In a large part, items may be
+    /// left without a place, since looking at thousands of others for each of them would take most of the planning time.
+    fn fill_up(&mut self, budget: &mut Budget) {
         let mut missing = std::mem::take(&mut self.pool);
         let items = &self.part.items;
+        let most = match self.part.is_large() {
+            true => (budget.work / COMPLETION).saturating_add(COMPLETION_PER_ITEM * items.len() as u64),
+            false => u64::MAX,
+        };
         sort_by_key(&mut missing, |&i| (Reverse((items[i as usize].cliques(), items[i as usize].bytes)), i));
         let mut taken = Vec::new();
         let mut sorted = 0;
