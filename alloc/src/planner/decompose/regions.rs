@@ -32,7 +32,7 @@ pub(crate) struct Region {
 
 /// Returns the regions of a part. The regions whose bytes are in use for longest come first. If `whole`, sizes also
 /// share a region when that avoids leaving items out. Returns no regions if the part has pins or alignments, if no
-/// partner is found for a class that needs one, or if the budget is spent.
+/// partner is found for a class that needs one, or if the budget does not suffice.
 pub(crate) fn regions(part: &Part, whole: bool, budget: &mut Budget) -> Vec<Region> {
     if !part.is_free() {
         return Vec::new();
@@ -70,6 +70,10 @@ pub(crate) fn regions(part: &Part, whole: bool, budget: &mut Budget) -> Vec<Regi
             }
         }
         classes.push(class);
+    }
+    // Each region of a large part takes several passes over the cliques.
+    if part.is_large() && classes.len() as u64 * u64::from(part.cliques) / 2 > budget.left() {
+        return Vec::new();
     }
     budget.spend(classes.iter().map(|class| class.members.len() as u64 + u64::from(part.cliques) / 8).sum());
     let mut regions: Vec<Region> = classes.into_iter().map(|class| class.trimmed(part, &full)).collect();
