@@ -297,20 +297,6 @@ fn dense() -> impl Strategy<Value = Vec<Buffer>> {
     prop::collection::vec(buffer, 100..400)
 }
 
-/// Hundreds of buffers are alive with each buffer. Placing many of them one by one would take several times the work.
-#[test]
-fn the_work_is_a_limit_for_large_tables() {
-    let count = 51_000u64;
-    let buffer = |k: u64| {
-        let start = k * 7_919 % count;
-        Buffer::new(start..start + 1 + k * k % 2_000, 1 + k * k * k % 1_009)
-    };
-    let problem = Problem::new((0..count).map(buffer).collect()).unwrap();
-    let work = 20_000_000;
-    let spent = planned(&problem, &Options { work, ..Options::default() }).stats.work;
-    assert!(spent <= work + work / 4 + 60 * count, "{spent} of {work}");
-}
-
 #[test]
 fn a_capacity_gets_a_verdict() {
     let problem = Problem::new(vec![Buffer::new(0..2, 10), Buffer::new(1..3, 10), Buffer::new(2..4, 5)]).unwrap();

@@ -278,6 +278,16 @@ mod tests {
         assert_eq!(found(5_100), 0);
     }
 
+    /// All ten sizes are alive in the first clique, which is the fullest.
+    #[test]
+    fn a_large_part_gets_regions_if_the_work_suffices() {
+        let later = (1..51_000).map(|k| (k, k + 1, 1 + u64::from(k % 10)));
+        let part = part(&(0..10).map(|k| (0, 1, 1 + k)).chain(later).collect::<Vec<_>>());
+        let found = |work: u64| regions(&part, false, &mut Budget { work, ..Budget::default() }).len();
+        assert_eq!(found(100_000), 0);
+        assert_eq!(found(1_000_000), 10);
+    }
+
     /// The shortest-lived of three items that overlap in two slots is left out, unless a fullest clique has it.
     #[test]
     fn the_shortest_lived_are_left_out() {

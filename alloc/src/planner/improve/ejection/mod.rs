@@ -352,6 +352,21 @@ mod tests {
         Ejection::new(part, places, part.bound, &mut Budget::default()).unwrap()
     }
 
+    /// Hundreds of items are alive with each item.
+    #[test]
+    fn only_small_parts_are_completed_without_limit() {
+        let dense = |count: u32| {
+            let item = |k: u32| Item { start: k, end: (k + 500).min(count), bytes: 1 + u64::from(k % 7), alignment: 1 };
+            Part::from_items((0..count).map(item).collect(), count)
+        };
+        let is_completed = |part: &Part| {
+            let budget = &mut Budget { work: 1_000_000, ..Budget::default() };
+            Ejection::new(part, &vec![None; part.items.len()], part.bound, budget).is_some()
+        };
+        assert!(is_completed(&dense(600)));
+        assert!(!is_completed(&dense(51_000)));
+    }
+
     /// In the initial plan, two long items lie apart from each other, so that a third item ends above the bound.
     #[test]
     fn blocking_items_are_ejected() {
