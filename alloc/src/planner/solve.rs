@@ -156,7 +156,7 @@ pub(crate) fn solve_parts(parts: &[Part], aim: u64, mut enough: u64, budget: &mu
         Goal { ceiling: down(aim), enough: down(enough) }
     };
     let mut solvers: Vec<Solver> = parts.iter().map(|part| Solver::new(part, goal(part, enough))).collect();
-    (1..=parts.len() as u64).rev().zip(&mut solvers).for_each(|(parts, solver)| solver.sweep_once(parts, budget));
+    solvers.iter_mut().for_each(|solver| solver.sweep_once(budget));
     let mut open = solvers.iter().filter(|solver| !solver.is_met()).count() as u64;
     let mut outcomes = Vec::with_capacity(parts.len());
     for mut solver in solvers {
@@ -220,7 +220,7 @@ impl<'p> Solver<'p> {
 
     fn make(&mut self, step: Method, budget: &mut Budget) {
         match step {
-            Method::Sweeps => self.sweep_once(1, budget),
+            Method::Sweeps => self.sweep_once(budget),
             Method::LongFirst => self.sweep_long_first(budget),
             Method::Learning => self.sweep_and_learn(budget),
             Method::Backtracking => self.backtrack_down(budget),
@@ -359,9 +359,9 @@ impl<'p> Solver<'p> {
         self.backtrack(self.goal.enough, budget);
     }
 
-    /// Starts to repair a plan. Returns `None` if the budget is too small for that.
+    /// Starts to repair a plan. Returns `None` if the budget is too small for that in a large part.
     fn start_repair(&self, offsets: &[u64], budget: &mut Budget) -> Option<Ejection<'p>> {
-        if budget.left() < WORK_PER_REPAIRED * self.part.items.len() as u64 {
+        if self.part.is_large() && budget.left() < WORK_PER_REPAIRED * self.part.items.len() as u64 {
             return None;
         }
         let places: Vec<Option<u64>> = offsets.iter().copied().map(Some).collect();

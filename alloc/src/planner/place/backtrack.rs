@@ -412,7 +412,7 @@ mod tests {
             let whole = Whole::new(&step.problem().unwrap(), true);
             let [part] = whole.parts.as_slice() else { panic!("one part") };
             let mut solver = Solver::new(part, Goal::exactly(part.bound));
-            solver.sweep_once(1, &mut Budget { work: u64::MAX, ..Budget::default() });
+            solver.sweep_once(&mut Budget { work: u64::MAX, ..Budget::default() });
             assert!(!solver.is_met(), "{step:?} is too easy");
             assert!(solver.backtrack(part.bound, &mut Budget { work: 5_000_000, ..Budget::default() }), "{step:?}");
             assert!(solver.is_met());

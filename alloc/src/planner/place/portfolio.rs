@@ -74,11 +74,11 @@ const RANKS: [Key; 3] = [
 ];
 
 impl Solver<'_> {
-    /// Runs stages 1 and 2 with one sweep per chain, for one of `parts` parts that have no plan yet. Most of the work is
-    /// left to the later steps, unless there are so many items that these steps would achieve little. The plain sweeps
-    /// need no share, so every part gets a plan, unless the address space is too small or pins overlap.
-    pub fn sweep_once(&mut self, parts: u64, budget: &mut Budget) {
-        let share = (budget.left() / 4 / parts).max(WORK_PER_ITEM * self.part.items.len() as u64);
+    /// Runs stages 1 and 2 with one sweep per chain. Most of the work is left to the later steps, unless there are so
+    /// many items that these steps would achieve little. The plain sweeps need no share, so every part gets a plan,
+    /// unless the address space is too small or pins overlap.
+    pub fn sweep_once(&mut self, budget: &mut Budget) {
+        let share = (budget.left() / 4).max(WORK_PER_ITEM * self.part.items.len() as u64);
         let is_plain_first = self.part.is_large() && self.part.pins.is_empty();
         let outwards = if is_plain_first { share / 2 } else { share };
         let before = budget.spent;
