@@ -228,6 +228,16 @@ generated! {
             prop_assert!(solution.fit != Fit::Impossible || capacity < least);
         }
     }
+
+    /// Except for the sweeps that give every problem a plan, no step spends more than its share.
+    #[test]
+    fn the_work_is_a_limit(list in dense(), step in step(), work in 0..60_000u64) {
+        for problem in [Problem::new(list).unwrap(), step.problem().unwrap()] {
+            let spent = planned(&problem, &Options { work, ..Options::default() }).stats.work;
+            let limit = work + work / 4 + 60 * problem.len() as u64;
+            prop_assert!(spent <= limit, "{spent} of {work} for {} buffers", problem.len());
+        }
+    }
 }
 
 /// Creates a problem with these constraints. Returns `None` if the constraints contradict each other directly.
@@ -278,6 +288,13 @@ fn a_small_step_that_is_full_once_per_layer_costs_little() {
         let solution = planned(&step.problem().unwrap(), &Options { work: 20_000_000, ..Options::default() });
         assert_eq!(solution.proof, Proof::MaxLive, "{layers} layers, {stages} stages: gap {}", solution.gap());
     }
+}
+
+/// Buffers of many sizes, of which dozens are alive at once.
+fn dense() -> impl Strategy<Value = Vec<Buffer>> {
+    let buffer = (0..300u64, 1..60u64, 1..1_000u64, prop::sample::select(vec![1u64, 1, 1, 16]));
+    let buffer = buffer.prop_map(|(start, ticks, bytes, a)| Buffer::new(start..start + ticks, bytes).aligned(a));
+    prop::collection::vec(buffer, 100..400)
 }
 
 #[test]

@@ -38,6 +38,7 @@ const TRAIN_STEP: Source = Printed("--bench train_step", "benches/train_step/mai
 const GPU: Source = Printed("benches/gpu", "benches/gpu/main.rs", Elsewhere);
 const PLAN: &str = "src/bin/gapless/plan/mod.rs";
 const PLANNER: Source = Printed("--bench planner", "alloc/benches/planner.rs", Measured);
+const HARD: Source = Printed("--bench hard", "alloc/benches/hard.rs", Measured);
 const ROUTING: Source =
     Compared("alloc/allocators/tests/arena_routing.rs", "reserves_less_than_a_block_more_than_the_best_of_the_others");
 
@@ -120,6 +121,7 @@ const TABLES: &[(&str, &str, Source)] = &[
     ("docs/planner.md", "| exit code", Stated("src/bin/gapless/plan/mod.rs")),
     ("docs/planner.md", "| instance | buffers", PLANNER),
     ("docs/planner.md", "| step | buffers", PLANNER),
+    ("docs/planner.md", "| table | buffers", HARD),
     (
         "docs/pytorch.md",
         "| loop | most requested",

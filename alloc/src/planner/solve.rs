@@ -6,7 +6,7 @@ use super::decompose::regions::regions;
 use super::decompose::timeline::Timeline;
 use super::improve::ejection::Ejection;
 use super::place::strips::strips;
-use super::prove::exact::{Verdict, search};
+use super::prove::exact::{Exact, Verdict, search};
 use crate::order::sort_by_key;
 
 /// The heights at which the plan of a part aims.
@@ -39,6 +39,8 @@ pub(crate) struct Solver<'p> {
     pub placements: u64,
     /// Plans that are being repaired, the lowest first.
     repairs: Vec<Ejection<'p>>,
+    /// The search for a plan of the goal's height, which each further share of the work resumes.
+    goal_search: Option<Exact<'p>>,
 }
 
 /// A step that may lower the plan.
@@ -81,6 +83,20 @@ const METHODS: [(u64, Method); 12] = [
     (1, Method::Repair),
 ];
 
+/// The steps for a large part, in passes. Few long repairs find more here than many short ones, whose work does not
+/// suffice for so many items.
+const LARGE_PASSES: [&[(u64, Method)]; 2] = [
+    &[
+        (22, Method::Backtracking),
+        (48, Method::Repair),
+        (32, Method::Learning),
+        (8, Method::Regions),
+        (16, Method::LongFirst),
+        (8, Method::Strips),
+    ],
+    &[(3, Method::Repair), (4, Method::Backtracking)],
+];
+
 /// The first steps for a small part.
 const SMALL_STEPS: [(u64, Method); 3] = [(16, Method::LongFirst), (2, Method::OpenStacks), (8, Method::Search)];
 
@@ -90,6 +106,12 @@ const REGION_STEPS: [(u64, Method); 5] =
 
 /// Number of plans that are kept for repairs.
 const REPAIRS: usize = 3;
+
+/// Most items in all plans but the first that are kept for repairs. Each takes some 250 bytes of memory.
+const MAX_REPAIRED: usize = 500_000;
+
+/// Work per item without which a repair does not start: its index of the items alone costs about as much.
+const WORK_PER_REPAIRED: u64 = 16;
 
 /// Most heights between the goal and the best plan that sweeps with backtracking try.
 const HEIGHTS: u32 = 6;
@@ -102,9 +124,9 @@ const SMALL: (usize, u64) = (3_000, 500_000);
 /// searches.
 const SMALL_SHARE: u64 = 8;
 
-/// Work per item that a search and a repair spend on one height at first.
+/// Work per item for one height in the first round of searches.
 const WORK_PER_HEIGHT: u64 = 120_000;
-/// The percentage of [`WORK_PER_HEIGHT`] that the search gets; the repair gets the rest.
+/// The percentage of a height's work that the search gets; the repair gets the rest.
 const SEARCH_PERCENT: u64 = 70;
 
 /// The range of heights still to try is small if it is less than 1/`LITTLE_LEFT` of the whole range.
@@ -152,7 +174,8 @@ pub(crate) fn solve_parts(parts: &[Part], aim: u64, mut enough: u64, budget: &mu
 impl<'p> Solver<'p> {
     pub fn new(part: &'p Part, goal: Goal) -> Self {
         let (forward, backward) = (Timeline::forward(part), Timeline::backward(part));
-        Self { part, goal, forward, backward, best: None, proven: part.bound, placements: 0, repairs: Vec::new() }
+        let (best, repairs, goal_search) = (None, Vec::new(), None);
+        Self { part, goal, forward, backward, best, proven: part.bound, placements: 0, repairs, goal_search }
     }
 
     /// Keeps a plan if it is lower than the best so far.
@@ -182,6 +205,19 @@ impl<'p> Solver<'p> {
         }
     }
 
+    /// Runs the passes for a large part until one of them does not lower the plan. The last step is one more repair,
+    /// since the repair of that pass may have had too little work.
+    fn run_passes(&mut self, budget: &mut Budget) {
+        for steps in LARGE_PASSES {
+            let before = self.height();
+            self.run(steps, budget);
+            if self.height() == before {
+                break;
+            }
+        }
+        self.run(&[(3, Method::Repair)], budget);
+    }
+
     fn make(&mut self, step: Method, budget: &mut Budget) {
         match step {
             Method::Sweeps => self.sweep_once(budget),
@@ -198,6 +234,9 @@ impl<'p> Solver<'p> {
 
     /// Runs the steps after plain sweeps, the cheapest first, until the goal is met or the budget is spent.
     fn improve(&mut self, budget: &mut Budget) {
+        if self.part.is_large() {
+            return self.run_passes(budget);
+        }
         if !self.is_small() {
             return self.run(&METHODS, budget);
         }
@@ -214,16 +253,31 @@ impl<'p> Solver<'p> {
         items.len() <= SMALL.0 && items.iter().map(|item| u64::from(item.cliques())).sum::<u64>() <= SMALL.1
     }
 
-    /// Searches for a plan of the goal's height, or for a proof that there is none.
+    /// Searches for a plan of the goal's height, or for a proof that there is none. Continues the search of the call
+    /// before, unless the goal has changed.
     fn search_goal(&mut self, budget: &mut Budget) {
-        if self.is_small() && !self.is_met() {
-            self.search(self.goal.enough.max(self.proven), budget);
+        if !self.is_small() || self.is_met() {
+            return;
         }
+        let goal = self.goal.enough.max(self.proven);
+        if !self.part.forbidden.is_empty() {
+            return self.search(goal, budget);
+        }
+        let earlier = self.goal_search.take().filter(|exact| exact.capacity == goal);
+        let Some(mut exact) = earlier.or_else(|| Exact::new(self.part, goal, *budget)) else {
+            return self.learn(Verdict::Impossible, goal);
+        };
+        self.learn(exact.run(budget), goal);
+        self.goal_search = Some(exact);
     }
 
     /// Searches for a plan of at most `capacity` bytes.
     fn search(&mut self, capacity: u64, budget: &mut Budget) {
-        match search(self.part, capacity, budget) {
+        self.learn(search(self.part, capacity, budget), capacity);
+    }
+
+    fn learn(&mut self, verdict: Verdict, capacity: u64) {
+        match verdict {
             Verdict::Found(offsets) => self.keep_if_lower(Some(self.part.placement(offsets))),
             Verdict::Impossible => {
                 let next = capacity.saturating_add(1).checked_next_multiple_of(self.part.grain);
@@ -233,32 +287,47 @@ impl<'p> Solver<'p> {
         }
     }
 
-    /// Bisects the range between the proven bound and the best height, with a search and a repair at each height. If
-    /// both fail, the bisection goes on in the part of the range above that height. Once that part is small, the whole
-    /// range is tried again with twice the work per height.
+    /// Searches in rounds, each with twice the work per height of the one before. A round bisects the range between the
+    /// proven bound and the best height, with a search and a repair at each height. If both fail, the bisection goes on
+    /// in the part of the range above that height. At the end of a round, the search at the goal is resumed. If one
+    /// or two heights would take all of the work, that search is resumed first, and each height gets less. With less
+    /// work than that, one long search at the first height finds most.
     fn close_in(&mut self, budget: &mut Budget) {
         let Some(best) = &self.best else { return };
-        let mut repair = self.repairs.pop().or_else(|| self.start_repair(&best.offsets, budget));
+        let lowest = self.repairs.drain(..).next();
+        let mut repair = lowest.or_else(|| self.start_repair(&best.offsets, budget));
         let grain = self.part.grain;
-        let (mut missed, mut work) = (0, WORK_PER_HEIGHT * self.part.items.len() as u64);
+        let mut work = WORK_PER_HEIGHT * self.part.items.len() as u64;
+        if (work / 2..2 * work).contains(&budget.left()) {
+            budget.within(budget.left() / 4, |budget| self.search_goal(budget));
+            work = budget.left() / 8;
+        }
         while !self.is_met() && budget.stopped().is_none() {
-            let goal = self.goal.enough.max(self.proven);
-            let lowest = goal.max(missed);
-            let range = self.height().saturating_sub(lowest);
-            if range == 0 || range < (self.height() - goal) / LITTLE_LEFT {
-                (missed, work) = (0, work.saturating_mul(2));
-                continue;
+            let (mut missed, before) = (0, budget.spent);
+            while !self.is_met() && budget.stopped().is_none() {
+                let goal = self.goal.enough.max(self.proven);
+                let lowest = goal.max(missed);
+                let range = self.height().saturating_sub(lowest);
+                if range == 0 || range < (self.height() - goal) / LITTLE_LEFT {
+                    break;
+                }
+                let ceiling = (lowest + range / 2) / grain * grain;
+                let ceiling = ceiling.max(goal);
+                budget.within(work / 100 * SEARCH_PERCENT, |budget| self.search(ceiling, budget));
+                if let Some(repair) = repair.as_mut().filter(|_| self.height() > ceiling && self.proven <= ceiling) {
+                    let share = work / 100 * (100 - SEARCH_PERCENT);
+                    budget.within(share, |budget| repair.lower(ceiling, budget));
+                    self.keep_if_lower(Some(repair.plan.clone()));
+                }
+                if self.height() > ceiling {
+                    missed = ceiling.saturating_add(grain);
+                }
             }
-            let ceiling = (lowest + range / 2) / grain * grain;
-            let ceiling = ceiling.max(goal);
-            budget.within(work / 100 * SEARCH_PERCENT, |budget| self.search(ceiling, budget));
-            if let Some(repair) = repair.as_mut().filter(|_| self.height() > ceiling && self.proven <= ceiling) {
-                let share = work / 100 * (100 - SEARCH_PERCENT);
-                budget.within(share, |budget| repair.lower(ceiling, budget));
-                self.keep_if_lower(Some(repair.plan.clone()));
-            }
-            if self.height() > ceiling {
-                missed = ceiling.saturating_add(grain);
+            work = work.saturating_mul(2);
+            budget.within(work, |budget| self.search_goal(budget));
+            // What is left is too little for any search.
+            if budget.spent == before {
+                return;
             }
         }
     }
@@ -290,19 +359,29 @@ impl<'p> Solver<'p> {
         self.backtrack(self.goal.enough, budget);
     }
 
+    /// Starts to repair a plan. Returns `None` if the budget is too small for that in a large part.
     fn start_repair(&self, offsets: &[u64], budget: &mut Budget) -> Option<Ejection<'p>> {
+        if self.part.is_large() && budget.left() < WORK_PER_REPAIRED * self.part.items.len() as u64 {
+            return None;
+        }
         let places: Vec<Option<u64>> = offsets.iter().copied().map(Some).collect();
         Ejection::new(self.part, &places, self.goal.enough, budget)
+    }
+
+    /// Adds a plan to those that are repaired. The highest plans are dropped if there are too many.
+    fn keep_repair(&mut self, repair: Option<Ejection<'p>>) {
+        self.repairs.extend(repair);
+        sort_by_key(&mut self.repairs, |repair| repair.plan.height);
+        self.repairs.truncate(REPAIRS.min(1 + MAX_REPAIRED / self.part.items.len().max(1)));
     }
 
     /// Repairs the lowest plans. Half of the budget goes to the lowest plan, half of the rest to the next, and so on.
     fn repair(&mut self, budget: &mut Budget) {
         if self.repairs.iter().all(|repair| repair.plan.height > self.height()) {
             let best = self.best.as_ref().and_then(|best| self.start_repair(&best.offsets, budget));
-            self.repairs.extend(best);
+            self.keep_repair(best);
         }
-        sort_by_key(&mut self.repairs, |repair| repair.plan.height);
-        self.repairs.truncate(REPAIRS);
+        self.keep_repair(None);
         let mut repairs = std::mem::take(&mut self.repairs);
         let count = repairs.len();
         for (done, repair) in repairs.iter_mut().enumerate() {
@@ -342,7 +421,7 @@ impl<'p> Solver<'p> {
             if let Some(mut repair) = Ejection::new(self.part, &places, self.goal.enough, budget) {
                 budget.within(budget.left() / 2, |budget| repair.descend(budget));
                 self.keep_if_lower(Some(repair.plan.clone()));
-                self.repairs.push(repair);
+                self.keep_repair(Some(repair));
             }
             if self.is_met() {
                 return;
@@ -354,8 +433,8 @@ impl<'p> Solver<'p> {
     fn plan_strips(&mut self, budget: &mut Budget) {
         if let Some(offsets) = strips(self.part, budget) {
             let repair = self.start_repair(&offsets, budget);
-            self.keep_if_lower(repair.as_ref().map(|repair| repair.plan.clone()));
-            self.repairs.extend(repair);
+            self.keep_repair(repair);
+            self.keep_if_lower(Some(self.part.placement(offsets)));
         }
     }
 }

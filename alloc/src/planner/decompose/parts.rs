@@ -102,6 +102,9 @@ pub(crate) struct Whole {
 /// nesting is left to the searches.
 const DEPTH: u32 = 8;
 
+/// A part is large if it has more items than this.
+const LARGE: usize = 50_000;
+
 impl Whole {
     /// Splits a problem. If `rounded`, sizes are rounded up as far as the alignments allow. That simplifies the items,
     /// but a plan may be too high by the bytes added to its topmost item.
@@ -227,6 +230,11 @@ impl Part {
     /// gaps.
     pub fn is_free(&self) -> bool {
         self.pins.is_empty() && self.items.iter().all(|item| item.alignment == 1)
+    }
+
+    /// True if steps that look at all items alive at the same time as an item would take too long.
+    pub fn is_large(&self) -> bool {
+        self.items.len() > LARGE
     }
 
     /// The cliques with the most bytes alive, ascending.

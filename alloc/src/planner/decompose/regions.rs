@@ -18,6 +18,9 @@ use super::parts::{Item, Part, gcd};
 use crate::order::sort_by_key;
 use crate::planner::budget::Budget;
 
+/// Most pairs of a size and a fullest clique. Each takes eight bytes of memory.
+const MAX_CELLS: usize = 50_000_000;
+
 /// The items of one region, which are planned separately.
 #[derive(Debug)]
 pub(crate) struct Region {
@@ -29,12 +32,21 @@ pub(crate) struct Region {
 
 /// Returns the regions of a part. The regions whose bytes are in use for longest come first. If `whole`, sizes also
 /// share a region when that avoids leaving items out. Returns no regions if the part has pins or alignments, if no
-/// partner is found for a class that needs one, or if the budget is spent.
+/// partner is found for a class that needs one, or if the budget does not suffice.
 pub(crate) fn regions(part: &Part, whole: bool, budget: &mut Budget) -> Vec<Region> {
     if !part.is_free() {
         return Vec::new();
     }
     let full = part.fullest_cliques();
+    let mut distinct: Vec<u64> = part.items.iter().map(|item| item.bytes).collect();
+    distinct.sort_unstable();
+    distinct.dedup();
+    // Regions suit few sizes. In a packing without gaps, almost every item has a size of its own and every clique is
+    // full.
+    let cells = distinct.len().saturating_mul(full.len());
+    if cells > MAX_CELLS {
+        return Vec::new();
+    }
     let mut of_size: BTreeMap<u64, Vec<u32>> = BTreeMap::new();
     let is_at_full =
         |item: &Item| full[full.partition_point(|&k| k < item.start)..].first().is_some_and(|&k| k < item.end);
@@ -58,6 +70,10 @@ pub(crate) fn regions(part: &Part, whole: bool, budget: &mut Budget) -> Vec<Regi
             }
         }
         classes.push(class);
+    }
+    // Each region of a large part takes several passes over the cliques.
+    if part.is_large() && classes.len() as u64 * u64::from(part.cliques) / 2 > budget.left() {
+        return Vec::new();
     }
     budget.spend(classes.iter().map(|class| class.members.len() as u64 + u64::from(part.cliques) / 8).sum());
     let mut regions: Vec<Region> = classes.into_iter().map(|class| class.trimmed(part, &full)).collect();
@@ -246,6 +262,30 @@ mod tests {
         assert_eq!(found(&pinned, 1_000), 1);
         pinned.pins = vec![(0, 0)];
         assert_eq!(found(&pinned, 1_000), 0);
+    }
+
+    /// Every item has a size of its own and every clique is full, as in a packing without gaps.
+    #[test]
+    fn many_sizes_at_many_full_cliques_get_no_regions() {
+        let rows = |cliques: u32| -> Vec<(u32, u32, u64)> {
+            let pair = |k: u32| [(k, k + 1, 1 + u64::from(k)), (k, k + 1, 19_999 - u64::from(k))];
+            (0..cliques).flat_map(pair).collect()
+        };
+        let found = |cliques: u32| {
+            regions(&part(&rows(cliques)), false, &mut Budget { work: u64::MAX, ..Budget::default() }).len()
+        };
+        assert_eq!(found(20), 1);
+        assert_eq!(found(5_100), 0);
+    }
+
+    /// All ten sizes are alive in the first clique, which is the fullest.
+    #[test]
+    fn a_large_part_gets_regions_if_the_work_suffices() {
+        let later = (1..51_000).map(|k| (k, k + 1, 1 + u64::from(k % 10)));
+        let part = part(&(0..10).map(|k| (0, 1, 1 + k)).chain(later).collect::<Vec<_>>());
+        let found = |work: u64| regions(&part, false, &mut Budget { work, ..Budget::default() }).len();
+        assert_eq!(found(100_000), 0);
+        assert_eq!(found(1_000_000), 10);
     }
 
     /// The shortest-lived of three items that overlap in two slots is left out, unless a fullest clique has it.

@@ -2,6 +2,7 @@
 //! separately from the rest of the problem.
 
 pub(crate) mod backtrack;
+mod best_fit;
 mod leap;
 mod lots;
 mod open_stack;

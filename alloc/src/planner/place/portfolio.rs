@@ -2,7 +2,7 @@
 //!
 //! 1. Sweeps outwards from the fullest clique, whose items fill the arena without a gap in any order. The two halves of
 //!    time are independent, so the best sweep of each half becomes part of the plan.
-//! 2. Sweeps from the edges of time, forward and backward.
+//! 2. Sweeps from the edges of time, forward and backward. For large parts, one [`best_fit`] from each edge comes first.
 //! 3. Sweeps around the long-lived items, which are placed first.
 //! 4. [Squeaky-wheel](squeaky_wheel) sweeps: items that end above the ceiling are placed first in the next sweep.
 
@@ -10,6 +10,7 @@ use std::cmp::Reverse;
 
 use rayon::prelude::*;
 
+use super::best_fit::{self, best_fit};
 use super::sweep::{Rule, Start, Sweep};
 use crate::order::sort_by_key;
 use crate::planner::budget::Budget;
@@ -74,16 +75,38 @@ const RANKS: [Key; 3] = [
 
 impl Solver<'_> {
     /// Runs stages 1 and 2 with one sweep per chain. Most of the work is left to the later steps, unless there are so
-    /// many items that these steps would achieve little. If no sweep finds a plan, a last sweep runs without a limit on
-    /// its work.
+    /// many items that these steps would achieve little. The plain sweeps need no share, so every part gets a plan,
+    /// unless the address space is too small or pins overlap.
     pub fn sweep_once(&mut self, budget: &mut Budget) {
         let share = (budget.left() / 4).max(WORK_PER_ITEM * self.part.items.len() as u64);
-        budget.within(share, |budget| {
-            self.sweep_outwards(1, budget);
-            self.follow_all(&self.edge_chains(1), budget);
-        });
+        let is_plain_first = self.part.is_large() && self.part.pins.is_empty();
+        let outwards = if is_plain_first { share / 2 } else { share };
+        let before = budget.spent;
+        budget.within(outwards, |budget| self.sweep_outwards(1, budget));
+        if is_plain_first && !self.is_done(budget) {
+            self.sweep_plainly(budget);
+        }
+        let share = share.saturating_sub(budget.spent - before);
+        budget.within(share, |budget| self.follow_all(&self.edge_chains(1), budget));
         if self.best.is_none() {
-            self.settle(budget);
+            self.sweep_plainly(budget);
+        }
+    }
+
+    /// Sweeps from both edges of time, without a limit on the work. Around pins, each birth gets the lowest place.
+    fn sweep_plainly(&mut self, budget: &mut Budget) {
+        for is_backward in [false, true] {
+            if self.part.pins.is_empty() {
+                let found = best_fit(self.timeline(is_backward));
+                self.count((best_fit::WORK_PER_ITEM * self.part.items.len() as u64, 1), budget);
+                self.keep_if_lower(found.map(|(height, offsets)| Placement { height, offsets }));
+            } else if self.best.is_none() {
+                let chain = Chain { is_backward, ..Chain::PLAIN };
+                let enough = Budget { work: u64::MAX, spent: 0, ..*budget };
+                let (placement, spent) = self.follow(&chain, u64::MAX, enough);
+                self.count(spent, budget);
+                self.keep_if_lower(placement);
+            }
         }
     }
 
@@ -101,20 +124,6 @@ impl Solver<'_> {
         let turns: Vec<Chain> = (0..waves).flat_map(turn).flatten().collect();
         self.follow_all(&turns, budget);
         self.sweep_outwards(ROUNDS, budget);
-    }
-
-    /// Makes a plan even when the work is spent: each birth gets the lowest place. There is no plan only if the address
-    /// space is too small or pins overlap.
-    fn settle(&mut self, budget: &mut Budget) {
-        for is_backward in [false, true] {
-            let chain = Chain { is_backward, ..Chain::PLAIN };
-            let enough = Budget { work: u64::MAX, spent: 0, ..*budget };
-            let (placement, spent) = self.follow(&chain, u64::MAX, enough);
-            self.count(spent, budget);
-            if placement.is_some() {
-                return self.keep_if_lower(placement);
-            }
-        }
     }
 
     fn sweep_outwards(&mut self, rounds: u32, budget: &mut Budget) {

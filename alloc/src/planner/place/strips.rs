@@ -9,7 +9,8 @@ use crate::planner::decompose::parts::{Item, Part};
 
 /// Returns the offset of each item, or `None` if the part has pins or alignments, or if the budget is spent.
 pub(crate) fn strips(part: &Part, budget: &mut Budget) -> Option<Vec<u64>> {
-    if !part.is_free() {
+    let is_too_much = part.is_large() && budget.left() < WORK_PER_ITEM * part.items.len() as u64;
+    if !part.is_free() || is_too_much {
         return None;
     }
     let items = &part.items;
@@ -42,6 +43,9 @@ pub(crate) fn strips(part: &Part, budget: &mut Budget) -> Option<Vec<u64>> {
     }
     Some(offsets)
 }
+
+/// Work per item without which a large part gets no strips: sorting the items by size alone costs about as much.
+const WORK_PER_ITEM: u64 = 16;
 
 /// An address range over all of time, which is filled from the bottom.
 struct Strip {

@@ -39,6 +39,11 @@ const MAX_FAILURES: u64 = 1 << 16;
 /// Steps between two checks of the deadline.
 const STEPS_PER_LOOK: u64 = 256;
 
+/// A large part's plan may be completed with 1/`COMPLETION` of the call's work, and with [`COMPLETION_PER_ITEM`] per item,
+/// even if the work is spent.
+const COMPLETION: u64 = 8;
+const COMPLETION_PER_ITEM: u64 = 16;
+
 /// Work of a step, in addition to the rectangles that it looks at.
 const WORK_PER_STEP: u64 = 8;
 
@@ -77,7 +82,7 @@ struct Lightest {
 
 impl<'p> Ejection<'p> {
     /// Starts with the items at `places`. Items without a place get the lowest free one, the longest-lived item first.
-    /// Returns `None` if the address space is too small for that.
+    /// Returns `None` if the address space is too small for that, or if a large part has too many such items.
     pub fn new(part: &'p Part, places: &[Option<u64>], goal: u64, budget: &mut Budget) -> Option<Self> {
         let items = &part.items;
         let area = |item: &Item| item.bytes as f64 * f64::from(item.cliques());
@@ -267,15 +272,27 @@ impl<'p> Ejection<'p> {
         self.mass = 0;
     }
 
-    /// Places the items of the pool at the lowest free offsets, the longest-lived first.
+    /// Places the items of the pool at the lowest free offsets, the longest-lived first. In a large part, items may be
+    /// left without a place, since looking at thousands of others for each of them would take most of the planning time.
     fn fill_up(&mut self, budget: &mut Budget) {
         let mut missing = std::mem::take(&mut self.pool);
         let items = &self.part.items;
+        let most = match self.part.is_large() {
+            true => (budget.work / COMPLETION).saturating_add(COMPLETION_PER_ITEM * items.len() as u64),
+            false => u64::MAX,
+        };
         sort_by_key(&mut missing, |&i| (Reverse((items[i as usize].cliques(), items[i as usize].bytes)), i));
         let mut taken = Vec::new();
+        let mut sorted = 0;
         for i in missing {
+            if sorted > most {
+                return;
+            }
             let item = items[i as usize];
-            budget.spend(self.index.beside(item, &mut self.met) / 4);
+            let looked = self.index.beside(item, &mut self.met);
+            budget.spend(looked / 4);
+            // If there are many items, sorting them takes most of the time.
+            sorted += looked / 4 * (1 + looked / 1024);
             self.obstacles.gather(&self.met, &self.price);
             taken.clear();
             taken.extend(self.obstacles.ranges.iter().map(|&(from, to, _)| (from, to)));
@@ -333,6 +350,21 @@ mod tests {
 
     fn start<'p>(part: &'p Part, places: &[Option<u64>]) -> Ejection<'p> {
         Ejection::new(part, places, part.bound, &mut Budget::default()).unwrap()
+    }
+
+    /// Hundreds of items are alive with each item.
+    #[test]
+    fn only_small_parts_are_completed_without_limit() {
+        let dense = |count: u32| {
+            let item = |k: u32| Item { start: k, end: (k + 500).min(count), bytes: 1 + u64::from(k % 7), alignment: 1 };
+            Part::from_items((0..count).map(item).collect(), count)
+        };
+        let is_completed = |part: &Part| {
+            let budget = &mut Budget { work: 1_000_000, ..Budget::default() };
+            Ejection::new(part, &vec![None; part.items.len()], part.bound, budget).is_some()
+        };
+        assert!(is_completed(&dense(600)));
+        assert!(!is_completed(&dense(51_000)));
     }
 
     /// In the initial plan, two long items lie apart from each other, so that a third item ends above the bound.

@@ -52,17 +52,26 @@ impl Obstacles {
         }
         self.filling += 1;
         self.ranges.clear();
+        let mut last = 0;
         for other in met {
+            // Runs ascend by address, so many rectangles have the same range as the one before.
+            if let Some(range) = self.ranges.get_mut(last).filter(|range| (range.0, range.1) == (other.from, other.to))
+            {
+                range.2 = range.2.saturating_add(price[other.item as usize]);
+                continue;
+            }
             let mut slot = (other.from ^ other.to.rotate_left(32)).wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 20;
             loop {
                 let entry = &mut self.table[slot as usize & (size - 1)];
                 if entry.0 != self.filling {
                     *entry = (self.filling, self.ranges.len() as u32);
+                    last = self.ranges.len();
                     self.ranges.push((other.from, other.to, price[other.item as usize]));
                     break;
                 }
                 let range = &mut self.ranges[entry.1 as usize];
                 if (range.0, range.1) == (other.from, other.to) {
+                    last = entry.1 as usize;
                     range.2 = range.2.saturating_add(price[other.item as usize]);
                     break;
                 }

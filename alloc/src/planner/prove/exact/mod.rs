@@ -40,10 +40,6 @@ pub(crate) enum Verdict {
 }
 
 /// Searches for a plan of `part` within `capacity` until the budget is spent.
-///
-/// Three workers with different orders of candidates restart with growing limits. Each remembers the states that
-/// failed. The result is taken from the earliest round in which a worker finishes. Of several such workers, the one
-/// with the lowest number counts, so the result is the same on every machine.
 pub(crate) fn search(part: &Part, capacity: u64, budget: &mut Budget) -> Verdict {
     let below;
     let part = if part.forbidden.is_empty() {
@@ -57,35 +53,65 @@ pub(crate) fn search(part: &Part, capacity: u64, budget: &mut Budget) -> Verdict
         }
         &below
     };
-    let Some(first) = Search::new(part, capacity, *budget) else { return Verdict::Impossible };
-    let mut workers = Rank::ALL.map(|rank| first.with_rank(rank));
-    let mut limit = FIRST_LIMIT.max(part.items.len() as u64 * 50);
-    for round in 0.. {
-        let limit_here = limit.min(budget.left().saturating_mul(VISITS_PER_WORK) / workers.len() as u64);
-        if limit_here < part.items.len() as u64 || budget.is_late() {
-            break;
-        }
-        // Once a worker has decided, workers with higher numbers may stop, since their verdicts would not be used.
-        let decided = AtomicUsize::new(usize::MAX);
-        let outcomes = in_threads(&mut workers, |number, worker| {
-            (worker.seed, worker.left, worker.depth) = (round, limit_here, 0);
-            let outcome = worker.solve(0, part.cliques, &|| decided.load(Ordering::Relaxed) < number);
-            if outcome != Outcome::Spent {
-                decided.fetch_min(number, Ordering::Relaxed);
-            }
-            outcome
-        });
-        budget.spend(limit_here * workers.len() as u64 / VISITS_PER_WORK);
-        for (worker, outcome) in workers.iter_mut().zip(outcomes) {
-            match outcome {
-                Outcome::Solved => return Verdict::Found(std::mem::take(&mut worker.state.offsets)),
-                Outcome::Failed => return Verdict::Impossible,
-                Outcome::Spent => worker.restart(),
-            }
-        }
-        limit += limit / 5;
+    Exact::new(part, capacity, *budget).map_or(Verdict::Impossible, |mut exact| exact.run(budget))
+}
+
+/// A search that can be resumed.
+///
+/// Three workers with different orders of candidates restart with growing limits. Each remembers the states that
+/// failed. The result is taken from the earliest round in which a worker finishes. Of several such workers, the one
+/// with the lowest number counts, so the result is the same on every machine.
+pub(crate) struct Exact<'p> {
+    /// No plan may be higher than this.
+    pub capacity: u64,
+    workers: [Search<'p>; Rank::ALL.len()],
+    /// Number of rounds so far.
+    round: u64,
+    /// Limit of a worker's visits in the next round.
+    limit: u64,
+}
+
+impl<'p> Exact<'p> {
+    /// A search for a plan of a part without forbidden ranges. Returns `None` if more bytes than the capacity are alive
+    /// in some clique.
+    pub fn new(part: &'p Part, capacity: u64, deadline: Budget) -> Option<Self> {
+        let first = Search::new(part, capacity, deadline)?;
+        let limit = FIRST_LIMIT.max(part.items.len() as u64 * 50);
+        Some(Self { capacity, workers: Rank::ALL.map(|rank| first.with_rank(rank)), round: 0, limit })
     }
-    Verdict::Unknown
+
+    /// Searches until the budget is spent. A further call continues with what the workers remember.
+    pub fn run(&mut self, budget: &mut Budget) -> Verdict {
+        let Part { items, cliques, .. } = self.workers[0].state.part;
+        let count = self.workers.len() as u64;
+        loop {
+            let limit_here = self.limit.min(budget.left().saturating_mul(VISITS_PER_WORK) / count);
+            if limit_here < items.len() as u64 || budget.is_late() {
+                return Verdict::Unknown;
+            }
+            // Once a worker has decided, workers with higher numbers may stop, since their verdicts would not be used.
+            let decided = AtomicUsize::new(usize::MAX);
+            let round = self.round;
+            let outcomes = in_threads(&mut self.workers, |number, worker| {
+                (worker.seed, worker.left, worker.depth) = (round, limit_here, 0);
+                let outcome = worker.solve(0, *cliques, &|| decided.load(Ordering::Relaxed) < number);
+                if outcome != Outcome::Spent {
+                    decided.fetch_min(number, Ordering::Relaxed);
+                }
+                outcome
+            });
+            budget.spend(limit_here * count / VISITS_PER_WORK);
+            for (worker, outcome) in self.workers.iter_mut().zip(outcomes) {
+                match outcome {
+                    Outcome::Solved => return Verdict::Found(std::mem::take(&mut worker.state.offsets)),
+                    Outcome::Failed => return Verdict::Impossible,
+                    Outcome::Spent => worker.restart(),
+                }
+            }
+            self.round += 1;
+            self.limit += self.limit / 5;
+        }
+    }
 }
 
 /// Number of visits (of one item in one clique each) that cost as much as one rectangle in a sweep.
@@ -120,4 +146,34 @@ fn in_threads<'p>(workers: &mut [Search<'p>], run: impl Fn(usize, &mut Search<'p
         });
     }
     outcomes
+}
+
+#[cfg(test)]
+mod tests {
+    use gapless_testing::prelude::*;
+
+    use super::*;
+    use crate::planner::tests::{is_plan, part};
+
+    generated! {
+        /// A search that is cut short again and again reaches the verdict of a search that is not.
+        #[test]
+        fn a_resumed_search_decides_as_a_long_one(
+            rows in prop::collection::vec((0..8u32, 1..=8u32, 1..9u64), 1..16),
+            more in 0..3u64,
+        ) {
+            let part = part(&rows, 8);
+            let capacity = part.bound + more;
+            let with = |work: u64| Budget { work, ..Budget::default() };
+            let mut exact = Exact::new(&part, capacity, Budget::default()).unwrap();
+            let resumed = (0..200).map(|_| exact.run(&mut with(10_000))).find(|verdict| *verdict != Verdict::Unknown);
+            let long = search(&part, capacity, &mut with(1_000_000));
+            prop_assert_eq!(matches!(resumed, Some(Verdict::Found(_))), matches!(long, Verdict::Found(_)));
+            prop_assert_eq!(resumed == Some(Verdict::Impossible), long == Verdict::Impossible);
+            if let Some(Verdict::Found(offsets)) = resumed {
+                let placement = part.placement(offsets);
+                prop_assert!(placement.height <= capacity && is_plan(&part, &placement));
+            }
+        }
+    }
 }

@@ -11,6 +11,7 @@ use crate::planner::mix::mix128;
 /// One floor per clique, and the items that are settled below it.
 #[derive(Clone)]
 pub(super) struct State<'p> {
+    pub part: &'p Part,
     pub items: &'p [Item],
     /// Pin of each item; empty if there are none.
     pins: Vec<Option<u64>>,
@@ -52,6 +53,7 @@ impl<'p> State<'p> {
         let mut pins = vec![None; if part.pins.is_empty() { 0 } else { part.items.len() }];
         part.pins.iter().for_each(|&(i, at)| pins[i as usize] = Some(at));
         Some(Self {
+            part,
             items: &part.items,
             pins,
             capacity,
