@@ -339,7 +339,7 @@ fn a_newer_format_says_so() {
     fs::write(path.join(MANIFEST), json).unwrap();
     fs::write(path.join(MANIFEST_HASH), hash_line(json)).unwrap();
     let error = Checkpoint::open(&path).unwrap_err().to_string();
-    assert!(error.contains("has format 2, but this version reads formats up to 1"), "{error}");
+    assert!(error.contains("has format 3, but this version reads formats up to 2"), "{error}");
 }
 
 #[test]

@@ -156,6 +156,11 @@ impl Op for QuantizedLinear {
         index == 0
     }
 
+    /// With a bf16 input, the dequantized weights are rounded to bf16.
+    fn rounds_intermediates(&self) -> bool {
+        true
+    }
+
     fn run(&self, args: &mut Args<'_>) {
         let bias = self.has_bias.then(|| args.input::<f32>(args.inputs() - 1));
         with_float!(args.input_dtype(0), T => Product::Forward.run::<T>(&self.weight, args, bias));
@@ -203,6 +208,11 @@ impl Op for QuantizedLinearGradInput {
     /// The kernel converts bf16 operands when it packs them.
     fn reads_bf16(&self, index: usize) -> bool {
         index == 0
+    }
+
+    /// With a bf16 input, the dequantized weights are rounded to bf16.
+    fn rounds_intermediates(&self) -> bool {
+        true
     }
 
     fn run(&self, args: &mut Args<'_>) {

@@ -4,7 +4,7 @@
 //! that one rank holds. Never: a model or an operation that knows of ranks.
 //!
 //! A dimension of parameters that no operation needs whole (heads, the width of a feed-forward layer) is split wherever
-//! it occurs ([`Analysis::choose`]). So the only values that ranks have to bring together are sums over such a
+//! it occurs (`analysis.rs`). So the only values that ranks have to bring together are sums over such a
 //! dimension: every rank has a *summand*. Forward and backward are the same to the pass; this gives the collectives of
 //! Megatron-LM (Shoeybi et al., arXiv 1909.08053, section 3).
 //!
