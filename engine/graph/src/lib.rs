@@ -38,6 +38,7 @@ mod op;
 pub mod ops;
 pub mod optim;
 pub mod reference;
+mod rule;
 pub mod shard;
 mod tensor;
 mod text;

@@ -16,7 +16,7 @@ use gapless_kernels::{Spec, Window};
 use crate::Gradient;
 use crate::error::{Error, Result};
 use crate::reference::{Array, Reference};
-use crate::shard::Rule;
+use crate::rule::Rule;
 
 /// The way an operation treats dynamic rows, whose number is known only while the step runs. The first extent of a
 /// tensor with dynamic rows is the maximum number of rows. The slices that are passed to a kernel have the actual

@@ -11,7 +11,7 @@ use gapless_kernels::cuda::launch::Scores;
 use super::is_positive_f32;
 use crate::error::Result;
 use crate::reference::{Array, Reference};
-use crate::shard::Rule;
+use crate::rule::Rule;
 use crate::tensor::Tensor;
 use crate::{Gradient, Op};
 

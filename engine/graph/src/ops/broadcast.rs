@@ -7,7 +7,7 @@ use gapless_kernels::{Spec, Window};
 
 use super::{Sum, view_only};
 use crate::error::Result;
-use crate::shard::Rule;
+use crate::rule::Rule;
 use crate::tensor::Tensor;
 use crate::{Gradient, Op};
 

@@ -6,7 +6,7 @@ use gapless_kernels::cpu::{Args, Float, InPieces, Pieces, row_of};
 
 use crate::error::Result;
 use crate::reference::{Array, Reference};
-use crate::shard::Rule;
+use crate::rule::Rule;
 use crate::{Gradient, Op};
 
 /// The inputs concatenated along `dim`.

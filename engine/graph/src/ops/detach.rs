@@ -5,7 +5,7 @@ use gapless_kernels::Spec;
 
 use super::view_only;
 use crate::Op;
-use crate::shard::Rule;
+use crate::rule::Rule;
 
 /// A view that counts as a constant in the backward.
 #[derive(Debug, Clone, Copy)]

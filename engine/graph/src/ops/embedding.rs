@@ -9,7 +9,7 @@ use gapless_kernels::{Spec, Window};
 use super::OutputTypes;
 use crate::error::Result;
 use crate::reference::{Array, Reference};
-use crate::shard::Rule;
+use crate::rule::Rule;
 use crate::tensor::Tensor;
 use crate::{Gradient, Op};
 

@@ -6,7 +6,7 @@ use gapless_kernels::cpu::{Args, InPieces, Pieces, reduce, rows_per_task, vector
 use super::norm_grad::{self, expect_vector, stats_of};
 use crate::error::Result;
 use crate::reference::{Array, Reference};
-use crate::shard::Rule;
+use crate::rule::Rule;
 use crate::{Gradient, Op};
 
 /// y = (x − mean)·rstd·weight + bias over the last dimension, with rstd = 1/√(variance + eps). Outputs: y, and (mean,

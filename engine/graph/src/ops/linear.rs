@@ -10,7 +10,7 @@ use gapless_kernels::cpu::{Args, InPieces, Pieces, vectorize, with_float};
 use super::OutputTypes;
 use crate::error::Result;
 use crate::reference::{Array, Reference};
-use crate::shard::Rule;
+use crate::rule::Rule;
 use crate::tensor::Tensor;
 use crate::{Gradient, Op};
 

@@ -7,7 +7,7 @@ use gapless_kernels::cpu::{Args, with_float};
 
 use crate::error::Result;
 use crate::reference::{Array, Reference};
-use crate::shard::Rule;
+use crate::rule::Rule;
 use crate::{Gradient, Op};
 
 /// The product of [.., m, k] and [.., k, n], which is [.., m, n]. Leading dimensions must be equal. Transposed operands

@@ -7,7 +7,7 @@ use gapless_kernels::cpu::{Args, InPieces, Pieces, rows_per_task};
 use super::TopKGrad;
 use crate::error::Result;
 use crate::reference::{Array, Reference};
-use crate::shard::Rule;
+use crate::rule::Rule;
 use crate::tensor::Tensor;
 use crate::{Gradient, Op};
 

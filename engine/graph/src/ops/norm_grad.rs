@@ -12,7 +12,7 @@ use gapless_kernels::cpu::{Args, InPieces, Pieces, reduce, rows_per_task, vector
 use super::OutputTypes;
 use crate::error::Result;
 use crate::reference::{Array, Reference};
-use crate::shard::Rule;
+use crate::rule::Rule;
 use crate::tensor::Tensor;
 use crate::{Gradient, Op};
 

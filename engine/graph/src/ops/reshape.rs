@@ -7,7 +7,7 @@ use gapless_kernels::{Spec, Window};
 
 use super::view_only;
 use crate::error::Result;
-use crate::shard::Rule;
+use crate::rule::Rule;
 use crate::{Gradient, Op};
 
 /// A view in another shape. If the strides of the input do not allow a view, the builder inserts a copy before it.

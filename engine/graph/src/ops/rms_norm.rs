@@ -6,7 +6,7 @@ use gapless_kernels::cpu::{Args, InPieces, Pieces, reduce, rows_per_task, vector
 use super::norm_grad::{self, expect_vector, stats_of};
 use crate::error::Result;
 use crate::reference::{Array, Reference};
-use crate::shard::Rule;
+use crate::rule::Rule;
 use crate::{Gradient, Op};
 
 /// y = x·rstd·weight over the last dimension, with rstd = 1/√(mean(x²) + eps). Outputs: y, and (0, rstd) of each row,

@@ -8,7 +8,7 @@ use super::Attention;
 use super::attention::AttentionGrad;
 use crate::error::Result;
 use crate::reference::{Array, Reference};
-use crate::shard::Rule;
+use crate::rule::Rule;
 use crate::tensor::Tensor;
 use crate::{Gradient, Op};
 

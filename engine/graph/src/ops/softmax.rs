@@ -5,7 +5,7 @@ use gapless_kernels::cpu::{Args, InPieces, Pieces, math, reduce, rows_per_task, 
 
 use crate::error::Result;
 use crate::reference::{Array, Reference};
-use crate::shard::Rule;
+use crate::rule::Rule;
 use crate::tensor::Tensor;
 use crate::{Gradient, Op};
 

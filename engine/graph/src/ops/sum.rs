@@ -6,7 +6,7 @@ use gapless_kernels::cpu::{Args, BLOCK, InPieces, Pieces, vectorize};
 
 use crate::error::Result;
 use crate::reference::{Array, Reference, layout_indices};
-use crate::shard::Rule;
+use crate::rule::Rule;
 use crate::{Gradient, Op};
 
 /// Sum over `dims` (ascending), which are kept with extent 1.

@@ -5,7 +5,7 @@ use gapless_kernels::Spec;
 
 use super::view_only;
 use crate::error::Result;
-use crate::shard::Rule;
+use crate::rule::Rule;
 use crate::{Gradient, Op};
 
 /// A view with two dimensions swapped.

@@ -34,7 +34,7 @@ use crate::ops::{
     Binary, BinaryKind, BroadcastAs, Cat, Collective, Contiguous, Dropout, Jitter, Narrow, Reshape, Widen,
 };
 
-pub use rule::Rule;
+pub use crate::rule::Rule;
 
 /// The ranks that divide tensors, and one of them.
 #[derive(Debug, Clone, Copy)]

@@ -7,7 +7,7 @@ use gapless_kernels::cpu::Args;
 use super::NONE;
 use crate::op::Op;
 use crate::reference::{Array, Reference};
-use crate::shard::Rule;
+use crate::rule::Rule;
 
 /// For each token, the share of each expert in the choices of the token's document.
 ///

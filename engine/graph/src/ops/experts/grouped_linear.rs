@@ -13,7 +13,7 @@ use super::{RowRuns, exact_offsets, used_rows};
 use crate::error::Result;
 use crate::ops::OutputTypes;
 use crate::reference::{Array, Reference};
-use crate::shard::Rule;
+use crate::rule::Rule;
 use crate::tensor::Tensor;
 use crate::{Gradient, Op, RowUse};
 

@@ -6,7 +6,7 @@ use gapless_kernels::cpu::Args;
 use super::{NONE, expect_routed, is_routed};
 use crate::op::Op;
 use crate::reference::{Array, Reference};
-use crate::shard::Rule;
+use crate::rule::Rule;
 
 /// Counts how often each expert occurs in ids [.., tokens, k], as f32. The result is [batch, experts] with one count
 /// per sequence, or \[experts\] with one count for all sequences. [`NONE`] is not counted. There is no gradient.

@@ -7,7 +7,7 @@ use super::used_rows;
 use crate::error::Result;
 use crate::ops::unary::silu_derivative;
 use crate::reference::{Array, Reference};
-use crate::shard::Rule;
+use crate::rule::Rule;
 use crate::tensor::Tensor;
 use crate::{Gradient, Op, RowUse};
 

@@ -6,7 +6,7 @@ use gapless_kernels::cpu::Args;
 use super::{ExpertLoad, NONE, expect_routed, is_routed};
 use crate::error::Result;
 use crate::reference::{Array, Reference};
-use crate::shard::Rule;
+use crate::rule::Rule;
 use crate::tensor::Tensor;
 use crate::{Gradient, Op};
 

@@ -26,7 +26,7 @@ use self::statistics::{HeadStatistics, STATISTICS, reference_merged};
 use super::{OutputTypes, is_positive_f32};
 use crate::error::{Error, Result};
 use crate::reference::{Array, Reference};
-use crate::shard::Rule;
+use crate::rule::Rule;
 use crate::tensor::Tensor;
 use crate::{Gradient, Op};
 

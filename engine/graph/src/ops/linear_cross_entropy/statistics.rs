@@ -233,7 +233,7 @@ mod tests {
     use super::super::{LinearCrossEntropy, LinearCrossEntropyGrad};
     use super::*;
     use crate::ops::OutputTypes;
-    use crate::shard::Rule;
+    use crate::rule::Rule;
 
     fn reference(op: &dyn Op, inputs: &[&Array]) -> Vec<Array> {
         op.reference(&Reference { inputs: inputs.to_vec(), stream: Stream::new(1, 1, 0) })
