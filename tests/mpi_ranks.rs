@@ -42,6 +42,7 @@ mod jobs {
                 Ok(_) => [2, 4].into_iter().for_each(|ranks| {
                     check(ranks);
                     judge_experts(ranks);
+                    judge_tensors(ranks);
                     judge_file(ranks);
                 }),
             }),
@@ -79,6 +80,15 @@ mod jobs {
         run
     }
 
+    /// Creates a run on tensor ranks. With sequence parallelism, they divide the tokens, too.
+    fn tensors(ranks: usize, sequence_parallel: bool) -> TinyRun {
+        let mut run = TinyRun::default();
+        run.options.threads = 1;
+        run.options.step.mesh = Mesh { tensor: ranks, ..Mesh::default() };
+        run.options.step.sequence_parallel = sequence_parallel && ranks > 1;
+        run
+    }
+
     const STYLES: [(&str, MoeStyle); 3] =
         [("mixtral", MoeStyle::Mixtral), ("switch", MoeStyle::Switch), ("deep-seek", MoeStyle::DeepSeek)];
 
@@ -93,6 +103,7 @@ mod jobs {
             ("rows that are let go", Some((_, style))) => without_room(ranks, style, Overflow::Recompute),
             ("an arena that grows", Some((_, style))) => without_room(ranks, style, Overflow::Grow),
             ("stages of experts", Some((_, style))) => experts(ranks, 2, style),
+            ("tensors", _) => tensors(ranks, name == "sequence parallel"),
             _ => run(ranks, name),
         };
         if job == "overflow" {
@@ -195,6 +206,19 @@ mod jobs {
         assert!(!output.status.success(), "the job outlived an overflow: {}", said(&output));
         assert!(said(&output).contains("use Reserve::Worst"), "nobody says what helps: {}", said(&output));
         println!("test mpi_ranks, {ranks} processes: an overflow ends the job and says what helps");
+    }
+
+    /// Processes divide tensors like threads.
+    fn judge_tensors(ranks: usize) {
+        for name in ["tensor parallel", "sequence parallel"] {
+            let run = tensors(ranks, name == "sequence parallel");
+            let threads = run.on_ranks(|mut trainer| run.go_on(&mut trainer, STEPS));
+            let output = mpirun(ranks, "tensors", name, &std::env::temp_dir());
+            assert!(output.status.success(), "{name} on {ranks} processes: {}", said(&output));
+            let same = said(&output).lines().any(|line| line == text(&threads[0]));
+            assert!(same, "{name} on {ranks} processes: {}\ninstead of {}", said(&output), text(&threads[0]));
+            println!("test mpi_ranks, {name} on {ranks} processes: the bits of as many threads");
+        }
     }
 
     /// The ranks of a run file compute the same bits as processes and as threads of one process.
