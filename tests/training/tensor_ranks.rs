@@ -212,7 +212,8 @@ fn twenty_clipped_steps_keep_copies_equal() {
 /// Adapters, mixed precision, recomputation, pipelines and data ranks combine with tensor ranks.
 #[test]
 fn other_settings_combine_with_tensor_ranks() {
-    let settings: [(&str, f32, fn(&mut StepOptions)); 4] = [
+    type Setting = (&'static str, f32, fn(&mut StepOptions));
+    let settings: [Setting; 4] = [
         ("adapters", 1e-5, |step| step.trainable = Trainable::Lora(Lora { rank: 4, ..Lora::default() })),
         ("mixed precision", 2e-2, |step| step.precision = Precision::Bf16),
         ("recomputation", 1e-5, |step| step.memory.recompute = "layers".parse().unwrap()),
