@@ -2,7 +2,7 @@
 
 use std::borrow::Cow;
 
-/// How the dimensions of an operation's operands belong together. The rule must hold in the forward and in the backward:
+/// The way in which the dimensions of an operation's operands belong together. The rule must hold in the forward and in the backward:
 /// an operation that is a gradient has its own.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Rule {

@@ -23,7 +23,7 @@ use crate::partition::{ParameterStages, parameter_stages, partition};
 use crate::program::Program;
 use crate::recompute::RematPlan;
 
-/// What the ranks hold of the model.
+/// The parts of the model that ranks hold.
 #[derive(Debug, Default)]
 pub(super) struct Held {
     /// The stages that read each parameter.
@@ -45,7 +45,7 @@ pub(super) struct TrainStep {
     roles: HashMap<ValueId, Role>,
     /// Number of trained parameters over all ranks.
     pub parameters: u64,
-    /// What the ranks hold of the model.
+    /// The parts of the model that ranks hold.
     pub held: Held,
     /// The tensors that ranks keep between steps.
     pub layout: CheckpointLayout,

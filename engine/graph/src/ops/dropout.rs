@@ -125,7 +125,7 @@ mod tests {
     use super::*;
     use crate::ops::Jitter;
 
-    /// What an operation draws for the elements of a part is what it draws for them in the whole tensor.
+    /// An operation draws for the elements of a part what it draws for them in the whole tensor.
     #[test]
     fn parts_draw_the_numbers_of_the_whole() {
         let whole = [3, 4, 10];

@@ -1,4 +1,4 @@
-//! Which dimensions of a graph belong together, and which of them ranks divide.
+//! The dimensions of a graph that belong together, and those that ranks divide.
 //!
 //! In: a graph. Out: the leaves ([`Dims`]) of every value and node, and the choice of leaves to split. Never: a node of
 //! the new graph.
@@ -17,7 +17,7 @@ mod judge;
 #[cfg(test)]
 mod tests;
 
-/// What the rules say about a node.
+/// The statement of the rules about a node.
 #[derive(Debug)]
 pub struct NodeDims {
     /// False if the operation has no rule that fits its operands.

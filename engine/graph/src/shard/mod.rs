@@ -49,7 +49,7 @@ pub struct Sharing {
     pub sequence: bool,
 }
 
-/// What the pass needs to know about a graph.
+/// The facts about a graph that the pass needs.
 #[derive(Debug)]
 pub struct Request<'a> {
     /// The input of tokens, u32 [batch, tokens].
@@ -99,7 +99,7 @@ pub fn shard(graph: &Graph, sharing: &Sharing, request: &Request<'_>) -> Result<
     pass.finish(request)
 }
 
-/// How a rank holds a value.
+/// The form in which a rank holds a value.
 #[derive(Debug, Clone, Copy)]
 struct State {
     id: ValueId,

@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use super::dims::{Dim, Dims};
 use crate::rule::Rule;
 
-/// What a rule says about a node.
+/// The statement of a rule about a node.
 #[derive(Debug, Default)]
 pub struct Related {
     /// The dimensions that the rule names.

@@ -19,7 +19,7 @@ use crate::reference::{Array, Reference};
 /// Number of statistics of a row.
 pub(super) const STATISTICS: usize = 4;
 
-/// What the loss of a row depends on, for all of the row's logits x or for those of a rank.
+/// The numbers that the loss of a row depends on, for all of the row's logits x or for those of a rank.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct RowStatistics {
     /// The maximum logit.
