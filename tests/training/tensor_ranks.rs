@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use gapless::models::MoeStyle;
-use gapless::{AdamW, Checkpoint, Lora, Mesh, Precision, StepOptions, Trainable, Trainer, Window};
+use gapless::{AdamW, Checkpoint, Mesh, Trainer, Window};
 use gapless_testing::in_turn;
 
 use crate::common::{Kind, TinyRun};
@@ -205,42 +205,6 @@ fn twenty_clipped_steps_keep_copies_equal() {
         let (clipped, whole) = (run(&clipped, 20), run(&whole, 20));
         for (a, b) in clipped.losses.iter().zip(&whole.losses).chain(clipped.norms.iter().zip(&whole.norms)) {
             assert!((a - b).abs() <= 1e-4 * b.abs(), "{kind:?}: {a} instead of {b}");
-        }
-    }
-}
-
-/// Adapters, mixed precision, recomputation, pipelines and data ranks combine with tensor ranks.
-#[test]
-fn other_settings_combine_with_tensor_ranks() {
-    type Setting = (&'static str, f32, fn(&mut StepOptions));
-    let settings: [Setting; 4] = [
-        ("adapters", 1e-5, |step| step.trainable = Trainable::Lora(Lora { rank: 4, ..Lora::default() })),
-        ("mixed precision", 2e-2, |step| step.precision = Precision::Bf16),
-        ("recomputation", 1e-5, |step| step.memory.recompute = "layers".parse().unwrap()),
-        ("a pipeline and data ranks", 1e-5, |_| {}),
-    ];
-    for (turn, (what, most, set)) in settings.into_iter().enumerate() {
-        for kind in [Kind::Gpt, Kind::Llama] {
-            let mesh = match what {
-                "a pipeline and data ranks" => Mesh { data: 2, pipeline: 2, tensor: 2, ..Mesh::default() },
-                _ => mesh(2),
-            };
-            let [mut ranks, mut alone] = [case(kind, mesh, turn % 2 == 0), case(kind, Mesh::default(), false)];
-            for run in [&mut ranks, &mut alone] {
-                run.options.step.keep_gradients = false;
-                set(&mut run.options.step);
-            }
-            let steps = |run: &TinyRun| {
-                let each = |mut trainer: Trainer| run.go_on(&mut trainer, STEPS);
-                let outcome = match run.options.step.mesh.ranks().unwrap() {
-                    1 => each(run.trainer()),
-                    _ => run.on_ranks(each).swap_remove(0),
-                };
-                [outcome.losses, outcome.gradient_norms].concat().into_iter().map(f32::from_bits).collect::<Vec<f32>>()
-            };
-            for (a, b) in steps(&ranks).into_iter().zip(steps(&alone)) {
-                assert!((a - b).abs() <= most * b.abs(), "{what}, {kind:?}: {a} instead of {b}");
-            }
         }
     }
 }
