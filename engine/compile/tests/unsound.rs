@@ -28,7 +28,9 @@ fn spec() -> Spec {
 }
 
 fn always(name: &str, spec: Spec) -> BufferKind {
-    let fill = Initializer::whole(Init::Const(1.0), name, spec.dims());
+    // A size that cannot be counted has no window.
+    let dims = spec.checked_bytes().map_or(&[][..], |_| spec.dims());
+    let fill = Initializer::whole(Init::Const(1.0), name, dims);
     BufferKind::Persistent { fill, spec }
 }
 
