@@ -32,6 +32,23 @@ pub struct Dims {
     forms: Vec<Form>,
 }
 
+/// The way in which a dimension consists of others.
+#[derive(Debug, Clone, Copy)]
+enum Join {
+    Product,
+    Segments,
+}
+
+impl Join {
+    /// Returns the extent that completes `part` to `whole`, or `None` if there is none.
+    fn rest(self, whole: usize, part: usize) -> Option<usize> {
+        match self {
+            Self::Product => whole.is_multiple_of(part).then(|| whole / part),
+            Self::Segments => Some(whole - part),
+        }
+    }
+}
+
 /// The leaves that ranks divide among themselves: for each leaf, the number of parts and the index of a rank's part.
 pub type Parts = BTreeMap<Dim, (usize, usize)>;
 
@@ -94,7 +111,7 @@ impl Dims {
     /// Relates the dimensions of two shapes that have the same elements in the same order.
     pub fn reshape(&mut self, from: &[Dim], to: &[Dim]) {
         let (from, to) = (self.factors(from), self.factors(to));
-        self.align(from, to);
+        self.align(from, to, Join::Product);
     }
 
     /// The factors of several dimensions, without those of extent 1.
@@ -132,11 +149,12 @@ impl Dims {
             (_, Form::Leaf { .. }) => self.unify(b, a),
             (Form::Product(_), Form::Product(_)) => {
                 let (p, q) = (self.factors(&[a]), self.factors(&[b]));
-                self.align(p, q);
-                self.forms[a.0] = Form::Same(b);
+                if self.align(p, q, Join::Product) {
+                    self.forms[a.0] = Form::Same(b);
+                }
             }
             (Form::Segments(p), Form::Segments(q)) => {
-                if self.align_segments(p, q) {
+                if self.align(p, q, Join::Segments) {
                     self.forms[a.0] = Form::Same(b);
                 }
             }
@@ -147,63 +165,35 @@ impl Dims {
         }
     }
 
-    /// Unifies two lists of factors with the same product, from the outermost on.
-    fn align(&mut self, mut p: Vec<Dim>, mut q: Vec<Dim>) {
+    /// Unifies two lists of factors with the same product, from the outermost on, or two lists of segments with the same
+    /// total. Returns false if what is left of them does not fit together, and was marked as whole.
+    fn align(&mut self, mut p: Vec<Dim>, mut q: Vec<Dim>, join: Join) -> bool {
         p.reverse();
         q.reverse();
         while let (Some(a), Some(b)) = (p.pop(), q.pop()) {
             let (a, b) = (self.root(a), self.root(b));
-            let (m, n) = (self.extent(a), self.extent(b));
-            if m == n {
+            if self.extent(a) == self.extent(b) {
                 self.unify(a, b);
                 continue;
             }
-            let ((small, large), rest) = if m < n { ((a, b), &mut q) } else { ((b, a), &mut p) };
-            if let Form::Product(factors) = self.forms[large.0].clone() {
-                rest.extend(factors.into_iter().rev());
-                if m < n {
-                    p.push(a)
-                } else {
-                    q.push(b)
+            let is_first_small = self.extent(a) < self.extent(b);
+            let (small, large) = if is_first_small { (a, b) } else { (b, a) };
+            let (of_small, of_large) = if is_first_small { (&mut p, &mut q) } else { (&mut q, &mut p) };
+            let rest = join.rest(self.extent(large), self.extent(small));
+            match (self.forms[large.0].clone(), join, rest) {
+                (Form::Product(inner), Join::Product, _) | (Form::Segments(inner), Join::Segments, _) => {
+                    of_large.extend(inner.into_iter().rev());
+                    of_small.push(small);
                 }
-                continue;
-            }
-            let (inner, left) = (self.extent(large) / self.extent(small), self.extent(large) % self.extent(small));
-            if left != 0 || !matches!(self.forms[large.0], Form::Leaf { .. }) {
-                p.extend([a]);
-                q.extend([b]);
-                p.into_iter().chain(q).for_each(|dim| self.mark_whole(dim));
-                return;
-            }
-            let inner = self.leaf(inner);
-            let product = self.product(&[small, inner]);
-            self.unify(large, product);
-            rest.push(inner);
-        }
-    }
-
-    /// Unifies two lists of segments with the same total. Returns false if they were marked as whole instead.
-    fn align_segments(&mut self, mut p: Vec<Dim>, mut q: Vec<Dim>) -> bool {
-        p.reverse();
-        q.reverse();
-        while let (Some(a), Some(b)) = (p.pop(), q.pop()) {
-            let (a, b) = (self.root(a), self.root(b));
-            let (m, n) = (self.extent(a), self.extent(b));
-            if m == n {
-                self.unify(a, b);
-                continue;
-            }
-            let ((small, large), rest) = if m < n { ((a, b), &mut q) } else { ((b, a), &mut p) };
-            match self.forms[large.0].clone() {
-                Form::Segments(inner) => {
-                    rest.extend(inner.into_iter().rev());
-                    if m < n { p.push(a) } else { q.push(b) }
-                }
-                Form::Leaf { .. } => {
-                    let behind = self.leaf(m.max(n) - m.min(n));
-                    let cut = self.segments(&[small, behind]);
-                    self.unify(large, cut);
-                    rest.push(behind);
+                // The large dimension consists of the small one and a new one.
+                (Form::Leaf { .. }, _, Some(rest)) => {
+                    let rest = self.leaf(rest);
+                    let both = match join {
+                        Join::Product => self.product(&[small, rest]),
+                        Join::Segments => self.segments(&[small, rest]),
+                    };
+                    self.unify(large, both);
+                    of_large.push(rest);
                 }
                 _ => {
                     p.into_iter().chain(q).chain([a, b]).for_each(|dim| self.mark_whole(dim));
