@@ -92,8 +92,15 @@ pub trait Op: Any + fmt::Debug + Send + Sync {
         self.is_elementwise().then(|| Rule::elementwise(inputs.len(), outputs.len()))
     }
 
+    /// True if the operation runs on these parts of its inputs, which the [rule](Self::rule) allows: false, for example, if
+    /// its kernel cannot compute the places of the elements in the whole tensor. Ranks then gather the inputs.
+    fn runs_on(&self, _inputs: &[Window]) -> bool {
+        true
+    }
+
     /// Returns the operation that computes the parts `outputs` from the parts `inputs`, if that is another than this
-    /// one: for example, if this one holds an extent. Only called for parts that the [rule](Self::rule) allows.
+    /// one: for example, if this one holds an extent. Only called for parts on which this one
+    /// [runs](Self::runs_on).
     fn on_parts(&self, _inputs: &[Window], _outputs: &[Window]) -> Option<Arc<dyn Op>> {
         None
     }

@@ -97,6 +97,24 @@ impl<'a> Reference<'a> {
     }
 }
 
+/// Returns the elements of a root that no node produces, and `None` for one that a node produces.
+///
+/// # Panics
+/// Panics if a persistent tensor or an input is not in `given` or has the wrong number of elements.
+pub(crate) fn stored(graph: &Graph, given: &HashMap<String, Array>, id: ValueId) -> Option<Array> {
+    let value = graph.value(id);
+    match &value.source {
+        Source::Node { .. } => None,
+        Source::Persistent { name, .. } | Source::Input { name } | Source::Cache { name } => {
+            let array = given.get(name).unwrap_or_else(|| panic!("{name} is not given")).clone();
+            assert_eq!(array.data.len(), value.spec.elements(), "elements of {name}");
+            Some(array)
+        }
+        Source::Constant(number) => Some(Array::new(&[], vec![*number])),
+        Source::Data { elements, .. } => Some(Array::new(value.spec.dims(), elements.to_vec())),
+    }
+}
+
 /// Computes every value of `graph`, and returns the values by index. `given` holds the parameters, optimizer states and
 /// inputs by name.
 ///
@@ -120,18 +138,7 @@ pub fn evaluate_with(
 ) -> Vec<Array> {
     let mut values: Vec<Option<Array>> = vec![None; graph.values().len()];
     for id in graph.value_ids().filter(|&id| !graph.is_view(id)) {
-        let value = graph.value(id);
-        let filled = match &value.source {
-            Source::Node { .. } => continue,
-            Source::Persistent { name, .. } | Source::Input { name } | Source::Cache { name } => {
-                let array = given.get(name).unwrap_or_else(|| panic!("{name} is not given")).clone();
-                assert_eq!(array.data.len(), value.spec.elements(), "elements of {name}");
-                array
-            }
-            Source::Constant(number) => Array::new(&[], vec![*number]),
-            Source::Data { elements, .. } => Array::new(value.spec.dims(), elements.to_vec()),
-        };
-        values[id.index()] = Some(filled);
+        values[id.index()] = stored(graph, given, id);
     }
     let mut read = |values: &[Option<Array>], reader: Option<usize>, id: ValueId| {
         let value = graph.value(id);

@@ -6,7 +6,7 @@
 
 use std::sync::Arc;
 
-use candle_core::DType;
+use candle_core::{DType, Layout};
 use gapless_kernels::Spec;
 
 use super::{Graph, Node, NodeId, Phase, RowCount, Source, ValueId, check};
@@ -22,6 +22,14 @@ impl Graph {
     /// Returns [`Error::Shape`] with the operation's message, the layer and the shapes.
     pub fn apply(&mut self, op: Arc<dyn Op>, inputs: &[ValueId]) -> Result<Vec<ValueId>> {
         let out_specs = self.infer(&*op, inputs)?;
+        // A view that these strides do not allow is one of a copy.
+        if let [input, others @ ..] = inputs
+            && op.view(&self.value(*input).layout).is_none()
+            && op.view(&Layout::contiguous(self.value(*input).spec.shape.clone())).is_some()
+        {
+            let copy = self.apply(Arc::new(Contiguous), &[*input])?;
+            return self.apply(op, &[&copy, others].concat());
+        }
         let viewed = inputs.first().map(|&input| self.value(input));
         if let Some((input, layout)) = viewed.and_then(|input| Some((input, op.view(&input.layout)?))) {
             let root = input.root;

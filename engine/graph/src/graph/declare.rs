@@ -42,11 +42,7 @@ impl Graph {
             let (asked, made) = (spec.shape, window.elements().into());
             return Err(Error::ParameterShape { name: name.into(), asked, made });
         }
-        let id = self.add_persistent(name, spec, init)?;
-        if let Source::Persistent { fill, .. } = &mut self.values[id.index()].source {
-            fill.window = window;
-        }
-        Ok(id)
+        self.add_filled(name, spec, Initializer { init, name: name.into(), window, given: None })
     }
 
     /// Declares a tensor that outlives the step, with these initial values.

@@ -62,6 +62,10 @@ impl Op for Dropout {
         Ok(vec![inputs[0].clone()])
     }
 
+    fn runs_on(&self, inputs: &[Window]) -> bool {
+        inputs[0].spread().is_some()
+    }
+
     fn on_parts(&self, inputs: &[Window], _: &[Window]) -> Option<Arc<dyn Op>> {
         Some(Arc::new(Self { part: inputs[0].spread(), ..*self }))
     }

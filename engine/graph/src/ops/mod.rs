@@ -74,7 +74,6 @@ pub use narrow::{Narrow, Widen};
 pub use powf::Powf;
 pub use quantized_linear::{QuantizedLinear, QuantizedWeight};
 pub use reshape::Reshape;
-pub(crate) use reshape::reshaped;
 pub use rms_norm::RmsNorm;
 pub use rope::{Rope, RopeFrequencies, RopeScaling};
 pub use scaled_sum::ScaledSum;

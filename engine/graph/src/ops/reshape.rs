@@ -61,7 +61,7 @@ impl Op for Reshape {
 
 /// Returns the layout that shows `input` in `shape` without moving data, or `None` if there is no such layout.
 /// Dimensions can only be merged if their elements are evenly spaced in memory.
-pub(crate) fn reshaped(input: &Layout, shape: &Shape) -> Option<Layout> {
+fn reshaped(input: &Layout, shape: &Shape) -> Option<Layout> {
     // Dimensions of extent 1 are left out, because their strides do not matter.
     let old: Vec<(usize, usize)> =
         input.dims().iter().copied().zip(input.stride().iter().copied()).filter(|&(dim, _)| dim != 1).collect();

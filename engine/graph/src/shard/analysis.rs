@@ -108,6 +108,7 @@ impl Analysis {
     pub fn choose(&self, graph: &Graph, ranks: usize) -> Vec<Dim> {
         let mut bytes: BTreeMap<Dim, u64> = BTreeMap::new();
         let mut groups: Vec<&BTreeSet<Dim>> = Vec::new();
+        let ruled = || self.nodes.iter().filter(|node| node.is_ruled);
         for (id, _) in graph.persistent() {
             groups.push(&self.leaves[id.index()]);
             for &leaf in &self.leaves[id.index()] {
@@ -119,13 +120,13 @@ impl Analysis {
                 self.leaves[id.index()].iter().for_each(|leaf| _ = bytes.remove(leaf));
             }
         }
-        for node in self.nodes.iter().filter(|node| node.is_ruled) {
+        for node in ruled() {
             node.whole.iter().for_each(|leaf| _ = bytes.remove(leaf));
             groups.push(&node.leaves);
         }
-        let ruled: BTreeSet<Dim> = groups.iter().skip(graph.persistent().count()).copied().flatten().copied().collect();
         let is_divisible = |leaf: Dim| self.dims.extent(leaf) >= ranks && !self.dims.is_whole(leaf);
-        bytes.retain(|&leaf, _| is_divisible(leaf) && ruled.contains(&leaf));
+        let is_known = |leaf: &Dim| ruled().any(|node| node.leaves.contains(leaf));
+        bytes.retain(|leaf, _| is_divisible(*leaf) && is_known(leaf));
         // Each element of a parameter must lie on one rank, so all segments of a dimension must be split.
         for (id, _) in graph.persistent() {
             let divides = |leaf: Dim| {

@@ -18,7 +18,6 @@ mod rule;
 #[cfg(test)]
 mod tests;
 
-use std::any::Any;
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::sync::Arc;
 
@@ -30,9 +29,7 @@ use self::dims::{Dim, Parts};
 use crate::error::{Error, Result};
 use crate::graph::{Graph, Node, NodeId, Phase, Place, Source, ValueId};
 use crate::op::Op;
-use crate::ops::{
-    Binary, BinaryKind, BroadcastAs, Cat, Collective, Contiguous, Dropout, Jitter, Narrow, Reshape, Widen,
-};
+use crate::ops::{Binary, BinaryKind, BroadcastAs, Cat, Collective, Contiguous, Narrow, Reshape, Widen};
 
 pub use crate::rule::Rule;
 
@@ -221,6 +218,10 @@ impl<'a> Pass<'a> {
         self.analysis.window(id, cut.map_or(&Parts::new(), |cut| &self.cuts[cut]))
     }
 
+    fn windows_of(&self, ids: &[ValueId], cut: Option<usize>) -> Vec<Window> {
+        ids.iter().map(|&id| self.window(id, cut)).collect()
+    }
+
     fn set(&mut self, id: ValueId, state: State) {
         self.states.insert(id, state);
         self.first.entry(id).or_insert(state.id);
@@ -252,13 +253,13 @@ impl<'a> Pass<'a> {
         for &input in &node.inputs {
             inputs.push(self.bring(input, cut, node)?);
         }
-        let windows = |ids: &[ValueId]| -> Vec<Window> { ids.iter().map(|&id| self.window(id, cut)).collect() };
-        let (of_inputs, of_outputs) = (windows(&node.inputs), windows(&node.outputs));
+        let (of_inputs, of_outputs) = (self.windows_of(&node.inputs, cut), self.windows_of(&node.outputs, cut));
         let on_parts = cut.and_then(|_| node.op.on_parts(&of_inputs, &of_outputs));
         if let Some((statistics, count)) = node.op.statistics().filter(|_| on_parts.is_some()) {
             let statistics = statistics.on_parts(&of_inputs, &[]).unwrap_or(statistics);
             let own = self.apply(node, statistics, &inputs[..count])?[0];
-            inputs.push(self.gather_all(own, node)?);
+            let dims = [&[self.sharing.ranks], self.new.value(own).spec.dims()].concat();
+            inputs.push(self.all_gather(own, &dims, node)?);
         }
         let op = on_parts.unwrap_or_else(|| node.op.clone());
         if let Some((bias, without)) = op.without_bias().filter(|_| sums.contains(&true)) {
@@ -298,14 +299,8 @@ impl<'a> Pass<'a> {
                 && node.outputs.iter().all(all_or_none)
                 && (node.outputs.iter().any(has_all) || node.inputs.iter().any(lies))
         };
-        self.chosen().find(splits).or_else(|| self.rows.filter(on_rows)).filter(|&cut| self.draws(node, cut))
-    }
-
-    /// True unless a node draws random numbers for elements whose places its kernel cannot compute.
-    fn draws(&self, node: &Node, cut: usize) -> bool {
-        let op: &dyn Any = &*node.op;
-        let is_random = op.is::<Dropout>() || op.is::<Jitter>();
-        !is_random || self.window(node.inputs[0], Some(cut)).spread().is_some()
+        let runs = |&cut: &usize| node.op.runs_on(&self.windows_of(&node.inputs, Some(cut)));
+        self.chosen().find(splits).or_else(|| self.rows.filter(on_rows)).filter(runs)
     }
 
     /// True if an output of a node that runs along a cut is a sum over the ranks.
@@ -323,19 +318,9 @@ impl<'a> Pass<'a> {
         self.new.set_place(like.place);
         self.new.enter_layer(like.layer.clone());
         self.used.extend(inputs);
-        let applied = self.apply_view(op, inputs);
+        let applied = self.new.apply(op, inputs);
         self.new.leave_layer();
         applied
-    }
-
-    /// Applies an operation, after a copy if it is a reshape that the strides do not allow.
-    fn apply_view(&mut self, op: Arc<dyn Op>, inputs: &[ValueId]) -> Result<Vec<ValueId>> {
-        let is_reshape = (&*op as &dyn Any).is::<Reshape>();
-        if is_reshape && op.view(&self.new.value(inputs[0]).layout).is_none() {
-            let copied = self.new.apply(Arc::new(Contiguous), inputs)?;
-            return self.new.apply(op, &copied);
-        }
-        self.new.apply(op, inputs)
     }
 
     /// Brings the summands among a node's outputs together, unless all their readers take summands.
@@ -472,22 +457,19 @@ impl<'a> Pass<'a> {
         Ok(value)
     }
 
-    /// Returns the values of all ranks, one after another along a new first dimension.
-    fn gather_all(&mut self, own: ValueId, like: &Node) -> Result<ValueId> {
+    /// Returns the elements of all ranks, in the order of the ranks, as a tensor of extents `dims`.
+    fn all_gather(&mut self, own: ValueId, dims: &[usize], like: &Node) -> Result<ValueId> {
         let Sharing { axes, ranks, .. } = self.sharing;
-        let dims = [&[ranks], self.new.value(own).spec.dims()].concat();
         let all = self.apply(like, Arc::new(Collective::AllGather { axes, ranks }), &[own])?;
         Ok(self.apply(like, Arc::new(Reshape { shape: dims.into() }), &all)?[0])
     }
 
     /// Returns all of a value of which every rank has the part of a cut.
     fn gather(&mut self, id: ValueId, part: ValueId, cut: usize, like: &Node) -> Result<ValueId> {
-        let Sharing { axes, ranks, .. } = self.sharing;
         let window = self.window(id, Some(cut));
         let shape = window.whole_dims();
         if self.is_run(&window) {
-            let all = self.apply(like, Arc::new(Collective::AllGather { axes, ranks }), &[part])?;
-            return Ok(self.apply(like, Arc::new(Reshape { shape: shape.into() }), &all)?[0]);
+            return self.all_gather(part, shape, like);
         }
         // Every rank puts its part among zeros, and all are added up. What every rank has is the first rank's.
         let first: Parts = self.cuts[cut].iter().map(|(&leaf, &(parts, _))| (leaf, (parts, 0))).collect();

@@ -10,10 +10,10 @@ use gapless_parallel::Axes;
 
 use super::{Request, Sharded, Sharing, shard};
 use crate::autodiff::differentiate;
-use crate::graph::{Graph, Phase, Source, ValueId, lock};
+use crate::graph::{Graph, Phase, ValueId, lock};
 use crate::nn::{Module, VarBuilder, embedding, layer_norm, linear, linear_no_bias, rms_norm};
 use crate::ops::Collective;
-use crate::reference::{Array, Reference, evaluate};
+use crate::reference::{Array, Reference, evaluate, stored};
 use crate::{Result, Tensor};
 
 const BATCH: usize = 2;
@@ -23,17 +23,11 @@ const WIDTH: usize = 12;
 
 /// Evaluates the graphs of all ranks node by node. Returns the values of each rank.
 fn evaluate_together(graphs: &[&Graph], given: &[HashMap<String, Array>], stream: Stream) -> Vec<Vec<Array>> {
-    let source = |graph: &Graph, given: &HashMap<String, Array>, id: ValueId| match &graph.value(id).source {
-        Source::Node { .. } => None,
-        Source::Persistent { name, .. } | Source::Input { name } | Source::Cache { name } => Some(given[name].clone()),
-        Source::Constant(number) => Some(Array::new(&[], vec![*number])),
-        Source::Data { elements, .. } => Some(Array::new(graph.value(id).spec.dims(), elements.to_vec())),
-    };
     let mut values: Vec<Vec<Option<Array>>> = graphs
         .iter()
         .zip(given)
         .map(|(graph, given)| {
-            graph.value_ids().map(|id| if graph.is_view(id) { None } else { source(graph, given, id) }).collect()
+            graph.value_ids().map(|id| if graph.is_view(id) { None } else { stored(graph, given, id) }).collect()
         })
         .collect();
     let read = |graph: &Graph, values: &[Option<Array>], id: ValueId| {

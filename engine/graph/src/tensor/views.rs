@@ -17,10 +17,7 @@ impl Tensor {
     /// Returns an error if the numbers of elements differ.
     pub fn reshape(&self, shape: impl ShapeWithOneHole) -> Result<Self> {
         let shape = shape.into_shape(self.elem_count())?;
-        let layout = lock(&self.graph).value(self.id).layout.clone();
-        let source =
-            if ops::reshaped(&layout, &shape).is_some() { self.clone() } else { self.apply1(ops::Contiguous)? };
-        source.apply1(ops::Reshape { shape })
+        self.apply1(ops::Reshape { shape })
     }
 
     /// Swaps two dimensions.

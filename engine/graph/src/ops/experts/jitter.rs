@@ -47,6 +47,10 @@ impl Op for Jitter {
         Ok(vec![inputs[0].clone()])
     }
 
+    fn runs_on(&self, inputs: &[Window]) -> bool {
+        inputs[0].spread().is_some()
+    }
+
     fn on_parts(&self, inputs: &[Window], _: &[Window]) -> Option<Arc<dyn Op>> {
         Some(Arc::new(Self { part: inputs[0].spread(), ..*self }))
     }
