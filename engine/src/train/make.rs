@@ -14,7 +14,7 @@ use gapless_compile::step::{
 use gapless_compile::{Executable, Target};
 use gapless_graph::nn::VarBuilder;
 use gapless_graph::{Causality, Model};
-use gapless_parallel::{Axes, Coordinate};
+use gapless_parallel::Coordinate;
 use gapless_runtime::Error as RuntimeError;
 use gapless_runtime::Session;
 use gapless_runtime::cpu::{Workers, resolve_threads};
@@ -139,8 +139,7 @@ impl TrainerBuilder<'_> {
             let largest = largest_at_peak(&executable, 8);
             return Err(RuntimeError::DoesNotFit { needed: least, available, limit, largest }.into());
         }
-        let is_first = ranks.mesh.color(ranks.at, Axes::PIPELINE) == 0;
-        let is_saved = |name: &str| compiled.layout.parts.get(name).map_or(is_first, |part| part.is_first_copy);
+        let is_saved = |name: &str| compiled.layout.is_first_copy(name, ranks.mesh, ranks.at);
         let tensors = [Role::Parameter, Role::OptimizerState].into_iter().flat_map(|role| executable.specs(role));
         Ok(tensors.filter(|(name, _)| is_saved(name)).map(|(_, spec)| spec.bytes()).sum())
     }

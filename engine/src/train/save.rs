@@ -13,7 +13,6 @@ use candle_core::DType;
 use gapless_alloc::Role;
 use gapless_compile::step::Precision;
 use gapless_kernels::cpu::peak::Bf16Products;
-use gapless_parallel::Axes;
 use half::bf16;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
@@ -227,8 +226,7 @@ impl Trainer {
                     |name: &str| self.layout.frozen.contains_key(name) || !self.layout.shapes.contains_key(name);
                 let mine = |t: &&gapless_runtime::PersistentBytes<'_>| {
                     let name = &t.label.tensor;
-                    let first =
-                        part_of(name).map_or(mesh.color(self.at, Axes::PIPELINE) == 0, |part| part.is_first_copy);
+                    let first = self.layout.is_first_copy(name, *mesh, self.at);
                     t.label.role == role && first && (t.changes_here || frozen(name))
                 };
                 let mine: Vec<TensorBytes<'_>> = tensors

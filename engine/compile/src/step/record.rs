@@ -32,6 +32,18 @@ pub(super) struct Held {
     pub windows: BTreeMap<String, Window>,
 }
 
+impl Held {
+    /// Returns the axes of the mesh along which each rank holds another part of the persistent tensor `name`, of which this
+    /// rank holds `window`.
+    pub fn axes(&self, name: &str, window: &Window) -> Axes {
+        match self.windows.get(name).is_some_and(|window| !window.is_whole()) {
+            true => Axes::TENSOR,
+            false if window.is_whole() => Axes::NONE,
+            false => Axes::EXPERTS,
+        }
+    }
+}
+
 /// The graph of a training step. It is recorded in stages, each of which builds on the earlier ones.
 #[derive(Debug)]
 pub(super) struct TrainStep {
@@ -121,10 +133,8 @@ impl TrainStep {
             let summands = gradient.summands.iter().map(|&id| trace.tensor(id));
             let total = summands.map(Ok).reduce(|a, b| a?.add(&b?)).expect("a gradient has a summand")?;
             let gradient = total.reshape(parameter.dims().to_vec())?;
-            let window = trace.lock().window(parameter.id());
-            let held = if window.is_whole() { Axes::NONE } else { Axes::EXPERTS };
-            let dims = window.whole_dims().to_vec();
-            self.gradients.push(Parameter { name, tensor: parameter, dims, held, gradient, owner });
+            let dims = trace.lock().window(parameter.id()).whole_dims().to_vec();
+            self.gradients.push(Parameter { name, tensor: parameter, dims, gradient, owner });
         }
         Ok(())
     }
@@ -141,9 +151,6 @@ impl TrainStep {
             let part = sharded.value(parameter.tensor.id());
             (parameter.tensor, parameter.gradient) =
                 (trace.tensor(part), trace.tensor(sharded.value(parameter.gradient.id())));
-            if !sharded.windows[&parameter.name].is_whole() {
-                parameter.held = parameter.held | sharing.axes;
-            }
         }
         self.held.windows = sharded.windows;
         Ok(())
@@ -151,10 +158,10 @@ impl TrainStep {
 
     /// Records the loss, the norm, the update of every parameter, and the outputs that the host reads.
     pub fn update(&mut self, options: &StepOptions, ranks: &RankPlan) -> Result<()> {
-        let Self { trace, gradients, .. } = &*self;
+        let Self { trace, gradients, held, .. } = &*self;
         let trained = |p: &&Parameter| trace.lock().optimizer_of(p.tensor.id()).is_none();
         let count = gradients.iter().filter(trained).map(|p| p.dims.iter().product::<usize>() as u64).sum();
-        let update = Update { trace, plan: ranks, options };
+        let update = Update { trace, plan: ranks, options, held };
         let mean_loss = update.mean_loss(&self.loss, self.loss_weight)?;
         let mut outputs = vec![Output::everywhere("loss", mean_loss.id())];
         for (part, name) in LOSS_PARTS {
@@ -190,8 +197,7 @@ impl TrainStep {
                 let elements = if window.is_whole() { graph.weight_elements(id) } else { all };
                 layout.frozen.insert(name.to_owned(), elements as u64);
                 if !window.is_whole() {
-                    let is_split = self.held.windows.get(name).is_some_and(|window| !window.is_whole());
-                    let axes = if is_split { Axes::TENSOR } else { Axes::EXPERTS };
+                    let axes = self.held.axes(name, &window);
                     layout.parts.insert(name.to_owned(), update.kept_part(axes, window));
                 }
             }

@@ -8,6 +8,7 @@
 //! updates the whole parameter.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
+use std::ops::Range;
 use std::sync::Arc;
 
 use candle_core::DType;
@@ -19,9 +20,9 @@ use gapless_graph::optim::{
 };
 use gapless_graph::{Error, Result};
 use gapless_graph::{LossPart, Place, Spec, Tensor, ValueId, Window};
-use gapless_parallel::{Axes, Axis, StageId};
+use gapless_parallel::{Axes, Axis, Coordinate, Mesh, StageId};
 
-use super::record::Trace;
+use super::record::{Held, Trace};
 use super::{LIMITS_INPUT, RankPlan, StepOptions};
 
 /// A parameter, with this rank's gradient of it.
@@ -31,8 +32,6 @@ pub(super) struct Parameter {
     pub tensor: Tensor,
     /// Extents of the whole parameter.
     pub dims: Vec<usize>,
-    /// The axes of the mesh along which each rank holds another part of the parameter.
-    pub held: Axes,
     /// The gradient, summed over this rank's micro-batches.
     pub gradient: Tensor,
     /// The stage whose ranks update the parameter.
@@ -46,6 +45,7 @@ pub(super) struct Update<'a> {
     pub trace: &'a Trace,
     pub plan: &'a RankPlan,
     pub options: &'a StepOptions,
+    pub held: &'a Held,
 }
 
 /// The part of a parameter that this rank updates, which may be the whole.
@@ -106,6 +106,11 @@ pub struct CheckpointLayout {
 }
 
 impl CheckpointLayout {
+    /// True if the rank at a coordinate is the first of those with the same part of a tensor, or with the whole tensor.
+    pub fn is_first_copy(&self, name: &str, mesh: Mesh, at: Coordinate) -> bool {
+        self.parts.get(name).map_or_else(|| is_first_copy(mesh, at, Axes::NONE), |part| part.is_first_copy)
+    }
+
     /// Returns the number of the model's weights that no update changes.
     pub fn frozen_elements(&self) -> u64 {
         self.frozen.values().sum()
@@ -119,6 +124,12 @@ pub struct Shard {
     pub window: Window,
     /// Whether this rank is the first of the ranks that have this part.
     pub is_first_copy: bool,
+}
+
+/// True if the rank at a coordinate is the first of those that keep the same part of a tensor of its stage, if along `axes`,
+/// each rank keeps another part.
+fn is_first_copy(mesh: Mesh, at: Coordinate, axes: Axes) -> bool {
+    mesh.color(at, axes | Axes::PIPELINE) == 0
 }
 
 /// The result of recording an update.
@@ -325,12 +336,13 @@ impl Update<'_> {
     /// updates.
     fn reduced_gradient(
         &self,
-        Parameter { tensor, gradient, held, .. }: &Parameter,
+        Parameter { name, tensor, gradient, .. }: &Parameter,
         info: &ParameterInfo<'_>,
         rule: &dyn Optimizer,
     ) -> Result<(Tensor, Ownership)> {
         let grain = rule.shard_granularity(info);
         let window = self.trace.lock().window(tensor.id());
+        let held = self.held.axes(name, &window);
         if !window.is_whole() {
             // Blocks of the whole parameter's elements are blocks of the part, if each run of elements has whole blocks.
             let divides =
@@ -341,11 +353,11 @@ impl Update<'_> {
             }
         }
         // The batch is shared by the ranks that hold the same part.
-        let batch = Axes::BATCH & !*held;
+        let batch = Axes::BATCH & !held;
         let ranks = self.plan.mesh.size(batch);
-        let part = Ownership { held: *held, updated: batch };
+        let part = Ownership { held, updated: batch };
         // The ranks that hold other parts must come to the same answer, so uneven parts are not divided further.
-        let is_even = window.elements() * self.plan.mesh.size(*held) == info.elements();
+        let is_even = window.elements() * self.plan.mesh.size(held) == info.elements();
         let divides = |grain: usize| is_even && window.elements().is_multiple_of(ranks.saturating_mul(grain));
         let is_large = window.elements() / ranks >= SMALLEST_PART;
         if ranks > 1 && !held.contains(Axis::Expert) && is_large && grain.is_some_and(divides) {
@@ -353,7 +365,7 @@ impl Update<'_> {
             return Ok((sum, part));
         }
         let sum = if ranks > 1 { self.all_reduce(&self.own(gradient)?, batch)? } else { gradient.clone() };
-        let sum = if *held == Axes::NONE { sum } else { sum.reshape(sum.elem_count())? };
+        let sum = if held == Axes::NONE { sum } else { sum.reshape(sum.elem_count())? };
         Ok((sum, Ownership { updated: Axes::NONE, ..part }))
     }
 
@@ -392,11 +404,8 @@ impl Update<'_> {
 
     /// Returns the part of a parameter that this rank updates.
     fn updated(&self, target: &UpdateTarget<'_>) -> Window {
-        let &RankPlan { mesh, at, .. } = self.plan;
         let window = self.trace.lock().window(target.parameter.tensor.id());
-        let updated = target.part.updated;
-        let (part, index) = (window.elements() / mesh.size(updated), mesh.index(at, updated));
-        window.range(index * part..(index + 1) * part)
+        window.range(self.own_range(window.elements(), target.part.updated))
     }
 
     /// Returns the index of the part that this rank updates among equal parts of the flattened parameter, or `None` if it
@@ -422,10 +431,16 @@ impl Update<'_> {
 
     /// Returns a copy of the part of a tensor that this rank updates, if each rank along these axes updates another part.
     fn shard_of(&self, whole: &Tensor, axes: Axes) -> Result<Tensor> {
-        let &RankPlan { mesh, at, .. } = self.plan;
-        let part = whole.elem_count() / mesh.size(axes);
-        let view = whole.reshape(whole.elem_count())?.narrow(0, mesh.index(at, axes) * part, part)?;
+        let own = self.own_range(whole.elem_count(), axes);
+        let view = whole.reshape(whole.elem_count())?.narrow(0, own.start, own.len())?;
         self.own(&view)
+    }
+
+    /// Returns this rank's range of elements, if ranks along these axes divide them equally.
+    fn own_range(&self, elements: usize, axes: Axes) -> Range<usize> {
+        let &RankPlan { mesh, at, .. } = self.plan;
+        let (part, index) = (elements / mesh.size(axes), mesh.index(at, axes));
+        index * part..(index + 1) * part
     }
 
     /// Returns the number of ranks among which the update of a parameter is divided.
@@ -436,7 +451,7 @@ impl Update<'_> {
     /// Returns a part of a tensor as a checkpoint stores it. Along `axes`, each rank keeps another part.
     pub fn kept_part(&self, axes: Axes, window: Window) -> Shard {
         let &RankPlan { mesh, at, .. } = self.plan;
-        Shard { window, is_first_copy: mesh.index(at, !(axes | Axes::PIPELINE)) == 0 }
+        Shard { window, is_first_copy: is_first_copy(mesh, at, axes) }
     }
 
     /// Sums a value over the ranks of a group, in place. If the group has only one rank, returns the value unchanged.
