@@ -12,6 +12,7 @@
 //! | mxfp4 | for the experts' weights `W` [experts, in, out]: `W_blocks` u8 [experts, out, in/32, 16], `W_scales` u8 [experts, out, in/32] |
 
 use std::collections::BTreeSet;
+use std::ops::Range;
 
 use gapless_engine::Trainer;
 use gapless_engine::kernels::cpu::quantized::{
@@ -175,7 +176,7 @@ impl Folder {
         match packing {
             Packing::Nf4 { .. } | Packing::Int8 => {
                 let (stored, rounding) = self.bitsandbytes(piece, packing)?;
-                let (rows, columns) = (piece.shape[0], piece.shape[1]);
+                let columns = piece.shape[1];
                 let matrix = Matrix {
                     format: match packing {
                         Packing::Nf4 { is_double } => quantized::Format::Nf4 { is_double },
@@ -186,9 +187,12 @@ impl Folder {
                     scales: stored.scales.view(),
                     rounding,
                 };
-                let mut all = vec![0.0f32; rows * columns];
-                matrix.dequantize(0..rows, 0..columns, &mut all);
-                elements.extend_from_slice(&all[piece.elements.clone()]);
+                // The rows that have elements of the piece.
+                let Range { start, end } = piece.elements;
+                let rows = start / columns..end.div_ceil(columns);
+                let mut block = vec![0.0f32; rows.len() * columns];
+                matrix.dequantize(rows, 0..columns, &mut block);
+                elements.extend_from_slice(&block[start % columns..][..end - start]);
             }
             Packing::Fp8([rows, columns]) => {
                 let (codes, width) = (self.bytes(&piece.stored)?, piece.shape[1]);
