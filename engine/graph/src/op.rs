@@ -43,6 +43,15 @@ pub enum RowUse {
     },
 }
 
+/// The operands of an operation that have a token for each key.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Keys {
+    /// The indices of inputs.
+    pub inputs: &'static [usize],
+    /// The indices of outputs, which are sums over the queries.
+    pub outputs: &'static [usize],
+}
+
 /// An operation.
 pub trait Op: Any + fmt::Debug + Send + Sync {
     /// Name of the operation in reports, errors and recompute policies.
@@ -96,6 +105,12 @@ pub trait Op: Any + fmt::Debug + Send + Sync {
     /// its kernel cannot compute the places of the elements in the whole tensor. Ranks then gather the inputs.
     fn runs_on(&self, _inputs: &[Window]) -> bool {
         true
+    }
+
+    /// Returns the operands that have a token for each key, if the operation relates queries and keys. Ranks that divide
+    /// the tokens of sequences divide the queries, and each of them reads all keys.
+    fn keys(&self) -> Option<Keys> {
+        None
     }
 
     /// Returns the operation that computes the parts `outputs` from the parts `inputs`, if that is another than this

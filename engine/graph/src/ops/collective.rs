@@ -8,6 +8,7 @@ use gapless_parallel::Axes;
 use crate::error::Result;
 use crate::graph::FLOATS;
 use crate::reference::{Array, Reference};
+use crate::rule::Rule;
 use crate::tensor::Tensor;
 use crate::{Gradient, Op, RowUse};
 
@@ -138,6 +139,22 @@ impl Op for Collective {
             Self::AllToAll { .. } => "all_to_all",
             Self::AllToAllRows { .. } => "all_to_all_rows",
         }
+    }
+
+    /// The operands of a collective among some ranks, if other ranks divide them.
+    fn rule(&self, inputs: &[Spec], _: &[Spec]) -> Option<Rule> {
+        match *self {
+            Self::AllReduce { .. } => Some(Rule::elementwise(1, 1)),
+            Self::AllGather { .. } => Some(Rule::labels("* -> (R *)")),
+            Self::ReduceScatter { ranks, .. } if inputs[0].dims().first() == Some(&ranks) => {
+                Some(Rule::labels("R * -> (*)"))
+            }
+            _ => None,
+        }
+    }
+
+    fn is_linear(&self) -> bool {
+        matches!(self, Self::AllReduce { .. } | Self::AllGather { .. } | Self::ReduceScatter { .. })
     }
 
     fn rows(&self) -> RowUse {

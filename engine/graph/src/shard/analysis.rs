@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use gapless_kernels::Window;
 
-use super::dims::{Dim, Dims, Parts};
+use super::dims::{Dim, Dims, Part, Parts};
 use super::rule::Related;
 use crate::graph::{Graph, NodeId, Source, ValueId};
 
@@ -130,7 +130,8 @@ impl Analysis {
         // Each element of a parameter must lie on one rank, so all segments of a dimension must be split.
         for (id, _) in graph.persistent() {
             let divides = |leaf: Dim| {
-                let of_rank = |rank| self.window(id, &Parts::from([(leaf, (ranks, rank))])).elements();
+                let part = |rank| Part::Range { of: ranks, index: rank };
+                let of_rank = |rank| self.window(id, &Parts::from([(leaf, part(rank))])).elements();
                 (0..ranks).map(of_rank).sum::<usize>() == graph.value(id).spec.elements()
             };
             let leaves = &self.leaves[id.index()];
@@ -151,16 +152,11 @@ impl Analysis {
 
     /// Returns the leaves for which parameters are held as in another graph. Returns the name of a parameter if there are
     /// none.
-    pub fn choose_as(
-        &self,
-        graph: &Graph,
-        ranks: (usize, usize),
-        windows: &BTreeMap<String, Window>,
-    ) -> Result<Vec<Dim>, String> {
+    pub fn choose_as(&self, graph: &Graph, part: Part, windows: &BTreeMap<String, Window>) -> Result<Vec<Dim>, String> {
         let mut chosen = BTreeSet::new();
         for (id, name) in graph.persistent() {
             let Some(window) = windows.get(name).filter(|window| !window.is_whole()) else { continue };
-            let fits = |leaf: &&Dim| self.window(id, &Parts::from([(**leaf, ranks)])) == *window;
+            let fits = |leaf: &&Dim| self.window(id, &Parts::from([(**leaf, part)])) == *window;
             chosen.insert(*self.leaves[id.index()].iter().find(fits).ok_or_else(|| name.to_owned())?);
         }
         Ok(chosen.into_iter().collect())

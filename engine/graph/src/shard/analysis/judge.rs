@@ -211,7 +211,7 @@ impl Split<'_> {
             let place = |&(leaf, parts): &(Dim, usize)| {
                 let index = rest % parts;
                 rest /= parts;
-                (leaf, (parts, index))
+                (leaf, Part::Range { of: parts, index })
             };
             let parts: Parts = split.iter().map(place).collect();
             let window = |shape: &Vec<Dim>| {
@@ -246,7 +246,8 @@ impl Split<'_> {
                 let shape = &self.outputs[index];
                 let sums_up = |leaf: Dim| !has(leaf, shape) && is_summed(leaf);
                 let is_summand = parts.keys().any(|&leaf| sums_up(leaf));
-                let is_first = parts.iter().all(|(&leaf, &(_, part))| part == 0 || !sums_up(leaf));
+                let is_first =
+                    parts.iter().all(|(&leaf, &part)| matches!(part, Part::Range { index: 0, .. }) || !sums_up(leaf));
                 let made = match op.without_bias().filter(|_| !is_first) {
                     // The bias is added once.
                     Some((bias, without)) => {
@@ -257,7 +258,9 @@ impl Split<'_> {
                     }
                     None => made,
                 };
-                if parts.iter().all(|(&leaf, &(_, part))| part == 0 || has(leaf, shape) || is_summed(leaf)) {
+                if parts.iter().all(|(&leaf, &part)| {
+                    matches!(part, Part::Range { index: 0, .. }) || has(leaf, shape) || is_summed(leaf)
+                }) {
                     // Several ranks may hold the same elements: those outside the segment that they divide.
                     window.runs().flatten().zip(&made.data).for_each(|(at, x)| match is_summand {
                         true => sums[index].data[at] += x,
