@@ -8,6 +8,7 @@ use gapless_parallel::Axes;
 use crate::error::Result;
 use crate::graph::FLOATS;
 use crate::reference::{Array, Reference};
+use crate::rule::Rule;
 use crate::tensor::Tensor;
 use crate::{Gradient, Op, RowUse};
 
@@ -148,6 +149,14 @@ impl Op for Collective {
             Self::AllToAllRows { .. } => RowUse::FixedOutputs,
             _ => RowUse::Unaware,
         }
+    }
+
+    fn rule(&self, _: &[Spec], _: &[Spec]) -> Option<Rule> {
+        matches!(self, Self::AllToAllRows { .. }).then(|| Rule::labels("R w, S, T -> Q w"))
+    }
+
+    fn linear_inputs(&self) -> usize {
+        usize::from(matches!(self, Self::AllToAllRows { .. }))
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {

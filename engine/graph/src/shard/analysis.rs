@@ -149,10 +149,11 @@ impl Analysis {
         chosen
     }
 
-    /// Returns the leaves for which parameters are held as in another graph. Returns the name of a parameter if there are
-    /// none.
+    /// Returns the leaves for which parameters are held as in another graph. If this graph reads a parameter in another
+    /// way, the split dimension gets a leaf of its own, with which no node can run: ranks gather the parameter. Returns the
+    /// name of a parameter for which neither is possible.
     pub fn choose_as(
-        &self,
+        &mut self,
         graph: &Graph,
         ranks: (usize, usize),
         windows: &BTreeMap<String, Window>,
@@ -160,8 +161,21 @@ impl Analysis {
         let mut chosen = BTreeSet::new();
         for (id, name) in graph.persistent() {
             let Some(window) = windows.get(name).filter(|window| !window.is_whole()) else { continue };
-            let fits = |leaf: &&Dim| self.window(id, &Parts::from([(**leaf, ranks)])) == *window;
-            chosen.insert(*self.leaves[id.index()].iter().find(fits).ok_or_else(|| name.to_owned())?);
+            let fits = |analysis: &Self, leaf: Dim| analysis.window(id, &Parts::from([(leaf, ranks)])) == *window;
+            let known = self.leaves[id.index()].iter().copied().find(|&leaf| fits(self, leaf));
+            let leaf = match known {
+                Some(leaf) => leaf,
+                None => {
+                    let is_split = |dim: &usize| window.dims()[*dim] != window.whole_dims()[*dim];
+                    let dim = (0..window.dims().len()).find(is_split).ok_or_else(|| name.to_owned())?;
+                    let leaf = self.dims.leaf(window.whole_dims()[dim]);
+                    let shape = &mut self.shapes[id.index()];
+                    shape[dim] = leaf;
+                    self.leaves[id.index()] = shape.iter().flat_map(|&dim| self.dims.leaves(dim)).collect();
+                    fits(self, leaf).then_some(leaf).ok_or_else(|| name.to_owned())?
+                }
+            };
+            chosen.insert(leaf);
         }
         Ok(chosen.into_iter().collect())
     }

@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex};
 
 use candle_core::{D, DType, Layout};
 use gapless_kernels::{LossTerms, Numbers, Spec, Stream, Window};
+use gapless_parallel::Axes;
 
 use super::*;
 use crate::autodiff::differentiate;
@@ -150,9 +151,14 @@ impl Judge {
 
     fn linear(&mut self, case: &Case<'_>, whole: &[&Array]) {
         let op = case.op;
-        if op.is_linear() {
-            let others: Vec<Array> = case.arrays.iter().map(|x| x.map(|x| (3.0 * x + 1.0).sin())).collect();
-            let sums: Vec<Array> = others.iter().zip(&case.arrays).map(|(a, b)| a.zip(b, |a, b| a + b)).collect();
+        let summed = op.linear_inputs();
+        if summed > 0 {
+            let with = |change: &dyn Fn(&Array) -> Array| -> Vec<Array> {
+                let of_input = |(index, x): (usize, &&Array)| if index < summed { change(x) } else { (*x).clone() };
+                case.arrays.iter().enumerate().map(of_input).collect()
+            };
+            let other = |x: f64| (3.0 * x + 1.0).sin();
+            let (others, sums) = (with(&|x| x.map(other)), with(&|x| x.map(|x| x + other(x))));
             let of = |arrays: &[Array]| Case { arrays: arrays.iter().collect(), ..case.clone() }.compute(op);
             for ((other, sum), &one) in of(&others).iter().zip(of(&sums)).zip(whole) {
                 assert_close(&other.zip(one, |a, b| a + b), &sum, || format!("{op:?} is not linear"));
@@ -408,6 +414,15 @@ fn experts(judge: &mut Judge) -> Result<()> {
                 Tensor::apply_op(linear, &[x, weight, &starts]).map(|[y]: [Tensor; 1]| y)
             };
             let [rows] = Tensor::apply_op(Dispatch, &[&x[0], &places, &slots])?;
+            let exchange = Collective::AllToAllRows {
+                axes: Axes::EXPERTS,
+                ranks: 2,
+                rows: rows.dim(0)?,
+                receives_dynamic_rows: false,
+                balanced: 1,
+            };
+            let [exchanged] = Tensor::apply_op(exchange, &[&rows, &starts, &starts])?;
+            let rows = rows.add(&exchanged)?;
             let [weights] = Tensor::apply_op(SlotWeights, &[&x[3], &places, &slots])?;
             let (gate, up) = (linear(&rows, &x[1])?, linear(&rows, &x[1])?);
             let [rows] = Tensor::apply_op(RoutedSwiGlu { balanced: None }, &[&gate, &up, &weights, &starts])?;
