@@ -491,10 +491,6 @@ impl StepOptions {
             let why = format!("is {}, but ranks cannot share the tokens of a sequence yet", mesh.context);
             return Err(Error::config("mesh.context", why, "set it to 1, and use mesh.data or mesh.tensor"));
         }
-        if mesh.tensor > 1 && mesh.expert > 1 {
-            let why = format!("is {}, with {} expert ranks", mesh.tensor, mesh.expert);
-            return Err(Error::config("mesh.tensor", why, "divide the experts by columns alone: set mesh.expert to 1"));
-        }
         if self.sequence_parallel && mesh.tensor == 1 {
             let why = "there is one tensor rank";
             return Err(Error::config("step.sequence_parallel", why, "set mesh.tensor, or leave it out"));
