@@ -1,13 +1,17 @@
 //! Tensors that are divided among ranks give the results of one rank.
 
 use std::collections::BTreeMap;
+use std::ops::ControlFlow;
 
 use gapless::models::MoeStyle;
 use gapless::nn::Preference;
-use gapless::{AdamW, Checkpoint, DType, Lora, Mesh, Precision, StepOptions, Trainable, Trainer, Window};
+use gapless::{
+    AdamW, Checkpoint, DType, GenerateOptions, Generation, Lora, Mesh, NextToken, Precision, StepOptions, Trainable,
+    Trainer, Window,
+};
 use gapless_testing::in_turn;
 
-use crate::common::{Kind, TinyRun};
+use crate::common::{Kind, TinyRun, VOCABULARY};
 
 fn mesh(tensor: usize) -> Mesh {
     Mesh { tensor, ..Mesh::default() }
@@ -241,6 +245,59 @@ fn tensor_ranks_and_expert_ranks_train_as_one_rank_does() {
             close(&ranks, &alone, &what);
         }
     }
+}
+
+/// Ranks divide caches by heads, and continue texts as one rank does.
+#[test]
+fn texts_are_continued_with_caches() {
+    let prompts: [Vec<u32>; 2] = [4, 13].map(|length| (0..length).map(|i| (i * i * 7 + length) % VOCABULARY).collect());
+    let texts = |trainer: &mut Trainer| {
+        let go_on = |_: &NextToken<'_>| ControlFlow::Continue(());
+        trainer.generate(&prompts.each_ref().map(Vec::as_slice), &GenerateOptions::greedy(20), go_on).unwrap()
+    };
+    for (kind, ranks, sequence_parallel) in [
+        (Kind::Gpt, 2, true),
+        (Kind::Llama, 2, false),
+        (Kind::Llama, 4, true),
+        (Kind::Moe(MoeStyle::Qwen), 2, true),
+        (Kind::Latent, 2, false),
+    ] {
+        let on = |tensor: usize, sequence_parallel: bool| {
+            let mut case = case(kind, mesh(tensor), sequence_parallel);
+            case.options.step.generation = Some(Generation { batch: 2, window: None, chunk: 5 });
+            let each = |mut trainer: Trainer| {
+                case.step(&mut trainer);
+                let mut plan = Vec::new();
+                trainer.write_plan(&mut plan).unwrap();
+                (texts(&mut trainer), cached_bytes(&String::from_utf8(plan).unwrap()))
+            };
+            if tensor == 1 { vec![each(case.trainer())] } else { case.on_ranks(each) }
+        };
+        let alone = on(1, false).swap_remove(0);
+        for (rank, (text, bytes)) in on(ranks, sequence_parallel).into_iter().enumerate() {
+            assert_eq!(text, alone.0, "{kind:?}, rank {rank} of {ranks}");
+            // All heads share what latent attention caches. Three heads are one and two. Two key heads on four ranks
+            // stay whole.
+            let share = match kind {
+                Kind::Latent => alone.1,
+                Kind::Llama if ranks > 2 => alone.1,
+                Kind::Gpt => alone.1 * (1 + rank as u64) / 3,
+                _ => alone.1 / 2,
+            };
+            assert_eq!(bytes, share, "{kind:?}, rank {rank} of {ranks}");
+        }
+    }
+}
+
+/// Returns the bytes of the caches of a plan, whose columns are a buffer's number and name, the start and end of its
+/// lifetime, and its bytes.
+fn cached_bytes(plan: &str) -> u64 {
+    let row = |line: &str| {
+        let row: Vec<&str> = line.split(',').collect();
+        let is_cache = ["/keys", "/values", "/latent", "/rotated_keys"].iter().any(|end| row[0].ends_with(end));
+        is_cache.then(|| row[3].parse::<u64>().unwrap())
+    };
+    plan.lines().filter_map(row).sum()
 }
 
 /// The relative rounding of a bf16 number.

@@ -78,7 +78,7 @@ pub struct StepOptions {
     pub keep_gradients: bool,
     /// The caches with which sequences are continued. The caches share memory with the training step. Without caches,
     /// each new token takes a forward pass over the token's whole window. Caches are not used on GPUs, nor with several
-    /// pipeline, expert or tensor ranks.
+    /// pipeline or expert ranks. Tensor ranks divide them by heads.
     #[serde(skip)]
     pub generation: Option<Generation>,
 }
@@ -405,7 +405,7 @@ impl StepOptions {
     /// Returns the caches for generation. Returns `None` if no caches are set, or if the mesh has several pipeline or
     /// expert ranks.
     pub fn caches(&self) -> Option<&Generation> {
-        let is_supported = self.mesh.pipeline == 1 && self.mesh.expert == 1 && self.mesh.tensor == 1;
+        let is_supported = self.mesh.pipeline == 1 && self.mesh.expert == 1;
         self.generation.as_ref().filter(|_| is_supported)
     }
 

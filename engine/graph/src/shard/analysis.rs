@@ -116,7 +116,7 @@ impl Analysis {
             }
         }
         for id in graph.value_ids() {
-            if matches!(graph.value(id).source, Source::Input { .. } | Source::Cache { .. }) {
+            if matches!(graph.value(id).source, Source::Input { .. }) {
                 self.leaves[id.index()].iter().for_each(|leaf| _ = bytes.remove(leaf));
             }
         }

@@ -181,9 +181,10 @@ impl<'a> Pass<'a> {
                     (self.new.add_filled(name, spec, fill.part(&window))?, cut)
                 }
                 Source::Input { name } => (self.new.add_input(name, value.spec.clone())?, None),
-                Source::Cache { .. } => {
-                    let why = "tensor ranks do not continue sequences with caches".to_owned();
-                    return Err(Error::config("caches", why, "sample without caches, or with one tensor rank"));
+                Source::Cache { name } => {
+                    let cut = self.chosen().find(|&cut| self.has(cut, id));
+                    let spec = value.spec.in_shape(self.window(id, cut).dims());
+                    (self.new.add_named_cache(name.clone(), spec)?, cut)
                 }
                 Source::Constant(number) => (self.new.add_constant(*number, value.spec.clone())?, None),
                 Source::Data { elements, .. } => (self.new.add_data(elements.to_vec(), value.spec.clone()), None),

@@ -17,11 +17,9 @@ use crate::ops::*;
 use crate::reference::{Array, Reference, evaluate};
 use crate::{Result, Tensor};
 
-/// The operations without a rule: those of caches, collectives and compressed activations, which come after the pass,
+/// The operations without a rule: those of collectives and compressed activations, which come after the pass,
 /// those of quantized and of decomposed weights, and the bookkeeping of routed rows, whose elements are indices of all tokens and rows.
-const UNRULED: [&str; 14] = [
-    "CacheWrite",
-    "CachedAttention",
+const UNRULED: [&str; 12] = [
     "Collective",
     "Compress",
     "Expand",
@@ -366,7 +364,18 @@ fn attention(judge: &mut Judge) -> Result<()> {
             Tensor::apply_op::<2>(how, &[&x[0], &x[1], &x[2], &ids[0]]).map(|[y, _]| y)
         })?;
     }
-    judge.check(&[&[2, 3, 5, 4]], &[], |x, _| x[0].attend(&x[0], &x[0], Attention::full(0.3)))
+    judge.check(&[&[2, 3, 5, 4]], &[], |x, _| x[0].attend(&x[0], &x[0], Attention::full(0.3)))?;
+    // Caches of nine tokens. Continued sequences have no gradient.
+    let shapes: &[&[usize]] = &[&[2, 6, 3, 4], &[2, 3, 9, 4], &[2, 3, 9, 2], &[2, 3, 3, 4], &[6]];
+    judge.check(shapes, &[(&[2, 3], &[1, 2, 3, 6, 7, 8])], |x, ids| {
+        let past: Vec<Tensor> = x.iter().map(Tensor::detach).collect();
+        let [keys] = Tensor::apply_op(CacheWrite, &[&past[1], &past[3], &ids[0]])?;
+        let operands = [&past[0], &keys, &past[2], &ids[0], &past[4]];
+        let how = CachedAttention(Attention::causal(0.3));
+        Tensor::apply_op::<1>(how, &operands)?;
+        Tensor::apply_op::<1>(how, &operands[..4])?;
+        Ok(x[0].clone())
+    })
 }
 
 fn lookups_and_losses(judge: &mut Judge) -> Result<()> {
