@@ -13,7 +13,7 @@ use gapless_testing::in_turn;
 
 use crate::common::{Kind, TinyRun, VOCABULARY};
 
-fn mesh(tensor: usize) -> Mesh {
+pub fn mesh(tensor: usize) -> Mesh {
     Mesh { tensor, ..Mesh::default() }
 }
 
@@ -21,21 +21,21 @@ const STEPS: u64 = 3;
 
 /// The results of a run.
 #[derive(Debug)]
-struct Outcome {
-    losses: Vec<f32>,
-    norms: Vec<f32>,
+pub struct Outcome {
+    pub losses: Vec<f32>,
+    pub norms: Vec<f32>,
     /// The gathered parameters, optimizer states and gradients, by name.
-    tensors: BTreeMap<String, Vec<f32>>,
+    pub tensors: BTreeMap<String, Vec<f32>>,
     /// Names of parameters of which no rank holds all.
-    split: Vec<String>,
+    pub split: Vec<String>,
     /// The watched values, such as the loads of experts.
-    watched: Vec<(String, Vec<f32>)>,
+    pub watched: Vec<(String, Vec<f32>)>,
 }
 
 /// The tensors that a rank has, with the parts of them that these are.
-type Parts = Vec<(String, Window, Vec<f32>)>;
+pub type Parts = Vec<(String, Window, Vec<f32>)>;
 
-fn parts(trainer: &Trainer) -> Parts {
+pub fn parts(trainer: &Trainer) -> Parts {
     let names: Vec<String> = trainer.parameter_names().map(str::to_owned).collect();
     let read = |tensor: candle_core::Tensor| {
         tensor.flatten_all().unwrap().to_dtype(DType::F32).unwrap().to_vec1::<f32>().unwrap()
@@ -56,7 +56,7 @@ fn parts(trainer: &Trainer) -> Parts {
 }
 
 /// Puts the parts of all ranks together. Elements that several ranks have must be equal.
-fn gather(ranks: Vec<Parts>) -> (BTreeMap<String, Vec<f32>>, Vec<String>) {
+pub fn gather(ranks: Vec<Parts>) -> (BTreeMap<String, Vec<f32>>, Vec<String>) {
     let mut tensors: BTreeMap<String, (Vec<f32>, Vec<bool>)> = BTreeMap::new();
     let mut split = Vec::new();
     for (name, window, values) in ranks.into_iter().flatten() {
@@ -79,7 +79,7 @@ fn gather(ranks: Vec<Parts>) -> (BTreeMap<String, Vec<f32>>, Vec<String>) {
 }
 
 /// Does some steps on all ranks, after `before`.
-fn run_after(
+pub fn run_after(
     run: &TinyRun,
     steps: u64,
     before: impl Fn(&mut Trainer) + Sync,
@@ -112,13 +112,13 @@ fn run_after(
     Outcome { losses, norms, tensors, split, watched }
 }
 
-fn run(run: &TinyRun, steps: u64) -> Outcome {
+pub fn run(run: &TinyRun, steps: u64) -> Outcome {
     run_after(run, steps, |_| {}, |_| {})
 }
 
 /// Compares results that only differ in the order of summation. AdamW divides gradients by their size, so where a
 /// gradient is rounding alone (the biases of keys, to which a softmax is blind), the steps of a parameter are, too.
-fn close(outcome: &Outcome, expected: &Outcome, what: &str) {
+pub fn close(outcome: &Outcome, expected: &Outcome, what: &str) {
     within(outcome, expected, (1e-5, 1e-3), what);
 }
 
@@ -141,7 +141,7 @@ fn within(outcome: &Outcome, expected: &Outcome, (of_gradients, of_others): (f64
     }
 }
 
-fn case(kind: Kind, mesh: Mesh, sequence_parallel: bool) -> TinyRun {
+pub fn case(kind: Kind, mesh: Mesh, sequence_parallel: bool) -> TinyRun {
     let mut run = TinyRun { kind, ..TinyRun::default() };
     run.options.threads = 1;
     run.options.step.mesh = mesh;
@@ -167,7 +167,7 @@ fn tensor_ranks_train_as_one_rank_does() {
 }
 
 /// The meshes of the tests of checkpoints, with sequence parallelism or without.
-fn meshes() -> [(Mesh, bool); 8] {
+pub fn meshes() -> [(Mesh, bool); 8] {
     let mesh = |data, pipeline, tensor| Mesh { data, pipeline, tensor, ..Mesh::default() };
     [
         (mesh(1, 1, 1), false),
@@ -214,6 +214,7 @@ fn twenty_clipped_steps_keep_copies_equal() {
     for (kind, mesh, sequence_parallel) in [
         (Kind::Gpt, Mesh { tensor: 2, ..Mesh::default() }, true),
         (Kind::Llama, Mesh { tensor: 4, ..Mesh::default() }, false),
+        (Kind::Moe(MoeStyle::Mixtral), Mesh { expert: 2, tensor: 2, ..Mesh::default() }, true),
     ] {
         let start = run(&case(kind, mesh, sequence_parallel), 0);
         let alone = run(&case(kind, Mesh::default(), false), 0);
