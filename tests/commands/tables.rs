@@ -115,6 +115,11 @@ const TABLES: &[(&str, &str, Source)] = &[
     ("docs/moe.md", "| `MoeStyle`", Stated("models/src/moe.rs")),
     ("docs/moe.md", "| threads | step", TRAIN_STEP),
     ("docs/moe.md", "| part of the step", TRAIN_STEP),
+    (
+        "docs/ranks.md",
+        "| ranks | sequence parallelism",
+        Compared("tests/training/tensor_reports.rs", "activations_of_a_layer_follow_from_the_papers_formula"),
+    ),
     ("docs/optimizers.md", "| optimizer | states", Stated("tests/training/optimizers.rs")),
     ("docs/optimizers.md", "| singular values", Stated("engine/graph/src/optim/subspace.rs")),
     ("docs/optimizers.md", "| step | AdamW", Printed("gapless train", "src/bin/gapless/train.rs", Measured)),

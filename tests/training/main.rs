@@ -28,6 +28,7 @@ mod routing;
 mod stash;
 mod step_memory;
 mod tensor_ranks;
+mod tensor_reports;
 mod trainable;
 mod uneven;
 mod update;

@@ -129,10 +129,11 @@ pub trait Op: Any + fmt::Debug + Send + Sync {
         None
     }
 
-    /// True if the outputs for a sum are the sums of the outputs for each summand, where all inputs are summed. Ranks
-    /// may then apply the operation before they add up their summands.
-    fn is_linear(&self) -> bool {
-        false
+    /// Returns the number of first inputs in which the operation is linear together: if each of them is a sum, and all
+    /// other inputs are the same for each summand, the outputs are the sums of the outputs for each summand. Ranks may
+    /// then apply the operation before they add up their summands. `usize::MAX` stands for all inputs. The default is 0.
+    fn linear_inputs(&self) -> usize {
+        0
     }
 
     /// Returns the index of an input that is added to each row of output 0, the only output, and the operation without

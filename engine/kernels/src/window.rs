@@ -68,6 +68,28 @@ impl Window {
         Self { flat: self.flat.start + range.start..self.flat.start + range.end, ..self.clone() }
     }
 
+    /// The elements that `part` holds of a tensor of extents [`Self::dims`], which are all elements of this window.
+    ///
+    /// # Panics
+    /// Panics if the extents are others, or if one of the two is a [range](Self::range) of its elements.
+    #[must_use]
+    pub fn part(&self, part: &Self) -> Self {
+        assert_eq!(part.whole, self.dims(), "a part of another tensor");
+        let is_box = |window: &Self| window.dims().iter().product::<usize>() == window.elements();
+        assert!(is_box(self) && is_box(part), "a part of a range of elements is not one of indices");
+        let of_dim = |(held, parts): (&Vec<Range<usize>>, &Vec<Range<usize>>)| {
+            let (mut start, mut ranges) = (0, Vec::new());
+            for range in held {
+                let inside = parts.iter().map(|part| part.start.max(start)..part.end.min(start + range.len()));
+                let inside = inside.filter(|part| part.start < part.end);
+                ranges.extend(inside.map(|part| range.start + part.start - start..range.start + part.end - start));
+                start += range.len();
+            }
+            ranges
+        };
+        Self::of(&self.whole, self.held.iter().zip(&part.held).map(of_dim).collect())
+    }
+
     /// The extents of the whole tensor.
     pub fn whole_dims(&self) -> &[usize] {
         &self.whole
@@ -304,6 +326,16 @@ mod tests {
             })
         };
         (0..count).filter(is_held).collect::<Vec<_>>()[flat].to_vec()
+    }
+
+    #[test]
+    fn a_part_of_a_part_holds_its_elements() {
+        let outer = Window::of(&[12, 6], vec![vec![0..2, 4..6, 8..11], vec![2..6]]);
+        let inner = Window::of(&[7, 4], vec![vec![1..3, 5..7], vec![0..1, 3..4]]);
+        let expected: Vec<usize> = inner.runs().flatten().map(|at| outer.index(at)).collect();
+        assert_eq!(outer.part(&inner).runs().flatten().collect::<Vec<_>>(), expected);
+        assert_eq!(outer.part(&Window::whole(&[7, 4])), outer);
+        assert_eq!(Window::whole(&[7, 4]).part(&inner), inner);
     }
 
     #[test]

@@ -64,16 +64,23 @@ impl Generation {
         Ok(())
     }
 
-    /// Returns the programs `prefill` and `decode`.
+    /// Returns the programs `prefill` and `decode`. Each outputs the logits of one token of each sequence, f32 [batch, 1,
+    /// vocabulary].
     fn programs(
         &self,
         build: &Build<'_>,
         options: &StepOptions,
         ranks: &RankPlan,
+        held: &Held,
         target: Target,
     ) -> Result<Vec<Program>> {
         let (window, chunk) = self.window(options);
-        let program = |name, tokens| self.program(build, options, ranks, target, (name, tokens, window));
+        let program = |name, tokens| {
+            let (mut trace, logits) = self.trace(build, options, ranks, (self.batch, tokens), window)?;
+            let logits = if tokens == 1 { logits } else { one_of_each(&trace, &logits)? };
+            let logits = logits.contiguous()?.to_dtype(DType::F32)?;
+            forward(&mut trace, name, &[("logits", logits.id())], (options, ranks), held, target)
+        };
         Ok(vec![program("prefill", chunk)?, program("decode", 1)?])
     }
 
@@ -100,21 +107,6 @@ impl Generation {
         let logits = model.forward(&trace.tokens, false)?;
         drop(model);
         Ok((trace, logits))
-    }
-
-    /// Returns a program that outputs the logits of one token of each sequence, f32 [batch, 1, vocabulary].
-    fn program(
-        &self,
-        build: &Build<'_>,
-        options: &StepOptions,
-        ranks: &RankPlan,
-        target: Target,
-        (name, tokens, window): (&str, usize, usize),
-    ) -> Result<Program> {
-        let (mut trace, logits) = self.trace(build, options, ranks, (self.batch, tokens), window)?;
-        let logits = if tokens == 1 { logits } else { one_of_each(&trace, &logits)? };
-        let logits = logits.contiguous()?.to_dtype(DType::F32)?;
-        forward(&mut trace, name, &[("logits", logits.id())], (options, ranks), &Held::default(), target)
     }
 }
 
@@ -149,7 +141,7 @@ pub(super) fn cached(
     options: &StepOptions,
     ranks: &RankPlan,
     target: Target,
-    logits: &Logits,
+    (logits, held): (&Logits, &Held),
 ) -> Result<(Vec<Program>, Option<Culprit>)> {
     let Some(generation) = options.caches() else { return Ok((Vec::new(), None)) };
     generation.check(options, ranks)?;
@@ -157,7 +149,7 @@ pub(super) fn cached(
         Some(culprit) => Some(culprit.clone()),
         None => generation.obstacle(build, options, ranks)?,
     };
-    let Some(culprit) = obstacle else { return Ok((generation.programs(build, options, ranks, target)?, None)) };
+    let Some(culprit) = obstacle else { return Ok((generation.programs(build, options, ranks, held, target)?, None)) };
     if generation.window.is_some_and(|window| window != options.sequence) {
         let why = format!("{culprit} combines tokens and has no cache, so the window has step.sequence tokens");
         return Err(Error::config("generation.window", why, "leave it out, or set step.sequence to it"));
@@ -180,7 +172,7 @@ pub fn compile_inference(
     let held = Held::default();
     let logits = Logits::record(build, options, ranks, &held, target)?;
     let mut programs = vec![evaluation(build, options, ranks, &held, target)?];
-    let (generation, uncached) = cached(build, options, ranks, target, &logits)?;
+    let (generation, uncached) = cached(build, options, ranks, target, (&logits, &held))?;
     let Logits { program, vocabulary, causality, obstacle: _ } = logits;
     programs.extend(if generation.is_empty() { vec![program] } else { generation });
     programs.iter().for_each(|program| dump("compile", program));

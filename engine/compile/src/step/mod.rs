@@ -23,7 +23,8 @@ use std::collections::{BTreeSet, HashMap};
 use candle_core::{D, DType};
 use gapless_alloc::{Role, lower_bound};
 use gapless_graph::nn::VarBuilder;
-use gapless_graph::{Causality, Culprit, LossPart, Model, SequenceLoss, ValueId, cache_obstacle, causality};
+use gapless_graph::shard::Sharing;
+use gapless_graph::{Causality, Culprit, LossPart, Model, SequenceLoss, Sequences, ValueId, cache_obstacle, causality};
 use gapless_parallel::{Kind, StageId};
 
 pub use self::generation::{Generation, compile_inference};
@@ -144,7 +145,7 @@ pub fn compile_step(
     let evaluate = evaluation(build, options, ranks, &step.held, target)?;
     let logits = Logits::record(build, options, ranks, &step.held, target)?;
     // The programs that continue sequences. Their caches share memory with the activations of the training step.
-    let (generation, uncached) = generation::cached(build, options, ranks, target, &logits)?;
+    let (generation, uncached) = generation::cached(build, options, ranks, target, (&logits, &step.held))?;
     let Logits { program: logits, vocabulary, causality, obstacle: _ } = logits;
     // What is recomputed is chosen so that all programs fit. Then the training step is lowered, and the passes run.
     let helped = |error: Error| error.with_remedies(options);
@@ -335,7 +336,10 @@ fn forward(
     target: Target,
 ) -> Result<Program> {
     partition_like(&mut trace.lock(), &held.stages);
+    // A step that continues sequences may have fewer tokens than there are ranks.
+    let is_continued = matches!(trace.lock().sequences(), Sequences::Continued { .. });
     let sharded = ranks.sharing(options).map(|sharing| {
+        let sharing = Sharing { sequence: sharing.sequence && !is_continued, ..sharing };
         let ids: Vec<ValueId> = outputs.iter().map(|&(_, id)| id).collect();
         trace.shard(&sharing, &ids, &[], Some(&held.windows))
     });

@@ -78,7 +78,7 @@ pub struct StepOptions {
     pub keep_gradients: bool,
     /// The caches with which sequences are continued. The caches share memory with the training step. Without caches,
     /// each new token takes a forward pass over the token's whole window. Caches are not used on GPUs, nor with several
-    /// pipeline, expert or tensor ranks.
+    /// pipeline or expert ranks. Tensor ranks divide them by heads.
     #[serde(skip)]
     pub generation: Option<Generation>,
 }
@@ -405,7 +405,7 @@ impl StepOptions {
     /// Returns the caches for generation. Returns `None` if no caches are set, or if the mesh has several pipeline or
     /// expert ranks.
     pub fn caches(&self) -> Option<&Generation> {
-        let is_supported = self.mesh.pipeline == 1 && self.mesh.expert == 1 && self.mesh.tensor == 1;
+        let is_supported = self.mesh.pipeline == 1 && self.mesh.expert == 1;
         self.generation.as_ref().filter(|_| is_supported)
     }
 
@@ -490,10 +490,6 @@ impl StepOptions {
         if mesh.context > 1 {
             let why = format!("is {}, but ranks cannot share the tokens of a sequence yet", mesh.context);
             return Err(Error::config("mesh.context", why, "set it to 1, and use mesh.data or mesh.tensor"));
-        }
-        if mesh.tensor > 1 && mesh.expert > 1 {
-            let why = format!("is {}, with {} expert ranks", mesh.tensor, mesh.expert);
-            return Err(Error::config("mesh.tensor", why, "divide the experts by columns alone: set mesh.expert to 1"));
         }
         if self.sequence_parallel && mesh.tensor == 1 {
             let why = "there is one tensor rank";

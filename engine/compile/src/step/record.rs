@@ -36,11 +36,11 @@ impl Held {
     /// Returns the axes of the mesh along which each rank holds another part of the persistent tensor `name`, of which this
     /// rank holds `window`.
     pub fn axes(&self, name: &str, window: &Window) -> Axes {
-        match self.windows.get(name).is_some_and(|window| !window.is_whole()) {
-            true => Axes::TENSOR,
-            false if window.is_whole() => Axes::NONE,
-            false => Axes::EXPERTS,
-        }
+        let local = self.windows.get(name);
+        let of_tensor = if local.is_some_and(|local| !local.is_whole()) { Axes::TENSOR } else { Axes::NONE };
+        // The tensor that tensor ranks divide is an expert rank's share.
+        let share = local.map_or(window.dims(), |local| local.whole_dims().to_vec());
+        of_tensor | if share == window.whole_dims() { Axes::NONE } else { Axes::EXPERTS }
     }
 }
 

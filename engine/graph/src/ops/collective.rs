@@ -149,12 +149,9 @@ impl Op for Collective {
             Self::ReduceScatter { ranks, .. } if inputs[0].dims().first() == Some(&ranks) => {
                 Some(Rule::labels("R * -> (*)"))
             }
+            Self::AllToAllRows { .. } => Some(Rule::labels("R w, S, T -> Q w")),
             _ => None,
         }
-    }
-
-    fn is_linear(&self) -> bool {
-        matches!(self, Self::AllReduce { .. } | Self::AllGather { .. } | Self::ReduceScatter { .. })
     }
 
     fn rows(&self) -> RowUse {
@@ -165,6 +162,10 @@ impl Op for Collective {
             Self::AllToAllRows { .. } => RowUse::FixedOutputs,
             _ => RowUse::Unaware,
         }
+    }
+
+    fn linear_inputs(&self) -> usize {
+        usize::from(!matches!(self, Self::Refill { .. } | Self::AllToAll { .. }))
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {

@@ -116,7 +116,7 @@ impl Analysis {
             }
         }
         for id in graph.value_ids() {
-            if matches!(graph.value(id).source, Source::Input { .. } | Source::Cache { .. }) {
+            if matches!(graph.value(id).source, Source::Input { .. }) {
                 self.leaves[id.index()].iter().for_each(|leaf| _ = bytes.remove(leaf));
             }
         }
@@ -150,14 +150,33 @@ impl Analysis {
         chosen
     }
 
-    /// Returns the leaves for which parameters are held as in another graph. Returns the name of a parameter if there are
-    /// none.
-    pub fn choose_as(&self, graph: &Graph, part: Part, windows: &BTreeMap<String, Window>) -> Result<Vec<Dim>, String> {
+    /// Returns the leaves for which parameters are held as in another graph. If this graph reads a parameter in another
+    /// way, the split dimension gets a leaf of its own, with which no node can run: ranks gather the parameter. Returns the
+    /// name of a parameter for which neither is possible.
+    pub fn choose_as(
+        &mut self,
+        graph: &Graph,
+        part: Part,
+        windows: &BTreeMap<String, Window>,
+    ) -> Result<Vec<Dim>, String> {
         let mut chosen = BTreeSet::new();
         for (id, name) in graph.persistent() {
             let Some(window) = windows.get(name).filter(|window| !window.is_whole()) else { continue };
-            let fits = |leaf: &&Dim| self.window(id, &Parts::from([(**leaf, part)])) == *window;
-            chosen.insert(*self.leaves[id.index()].iter().find(fits).ok_or_else(|| name.to_owned())?);
+            let fits = |analysis: &Self, leaf: Dim| analysis.window(id, &Parts::from([(leaf, part)])) == *window;
+            let known = self.leaves[id.index()].iter().copied().find(|&leaf| fits(self, leaf));
+            let leaf = match known {
+                Some(leaf) => leaf,
+                None => {
+                    let is_split = |dim: &usize| window.dims()[*dim] != window.whole_dims()[*dim];
+                    let dim = (0..window.dims().len()).find(is_split).ok_or_else(|| name.to_owned())?;
+                    let leaf = self.dims.leaf(window.whole_dims()[dim]);
+                    let shape = &mut self.shapes[id.index()];
+                    shape[dim] = leaf;
+                    self.leaves[id.index()] = shape.iter().flat_map(|&dim| self.dims.leaves(dim)).collect();
+                    fits(self, leaf).then_some(leaf).ok_or_else(|| name.to_owned())?
+                }
+            };
+            chosen.insert(leaf);
         }
         Ok(chosen.into_iter().collect())
     }

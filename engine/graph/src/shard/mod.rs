@@ -159,7 +159,7 @@ struct Pass<'a> {
 
 impl<'a> Pass<'a> {
     fn new(old: &'a Graph, sharing: &Sharing, request: &Request<'_>) -> Result<Self> {
-        let analysis = Analysis::new(old, request.gradients);
+        let mut analysis = Analysis::new(old, request.gradients);
         let Sharing { ranks, shares, .. } = *sharing;
         let part = |rank| Part::Range { of: ranks, index: rank };
         let chosen = match request.windows {
@@ -216,7 +216,7 @@ impl<'a> Pass<'a> {
                     let window = self.window(id, cut);
                     let spec = value.spec.in_shape(window.dims());
                     self.windows.insert(name.clone(), window.clone());
-                    (self.new.add_filled(name, spec, fill.part(&window)?)?, cut)
+                    (self.new.add_filled(name, spec, fill.part(&window))?, cut)
                 }
                 Source::Input { name } => {
                     let cut = self.rows_of_source(id);
@@ -225,9 +225,14 @@ impl<'a> Pass<'a> {
                     cut.map(|_| self.inputs.insert(name.clone(), window));
                     (self.new.add_input(name, spec)?, cut)
                 }
-                Source::Cache { .. } => {
-                    let why = "tensor and context ranks do not continue sequences with caches".to_owned();
-                    return Err(Error::config("caches", why, "sample without caches, or without these ranks"));
+                Source::Cache { .. } if self.rows_of_source(id).is_some() => {
+                    let why = "context ranks do not continue sequences with caches".to_owned();
+                    return Err(Error::config("caches", why, "sample without caches, or with one context rank"));
+                }
+                Source::Cache { name } => {
+                    let cut = self.chosen().find(|&cut| self.has(cut, id));
+                    let spec = value.spec.in_shape(self.window(id, cut).dims());
+                    (self.new.add_named_cache(name.clone(), spec)?, cut)
                 }
                 Source::Constant(number) => (self.new.add_constant(*number, value.spec.clone())?, None),
                 Source::Data { elements, .. } => {
@@ -289,9 +294,12 @@ impl<'a> Pass<'a> {
     fn node(&mut self, id: NodeId) -> Result<()> {
         let old = self.old;
         let node = old.node(id);
-        let is_sum = node.op.is_linear() && node.inputs.iter().all(|input| self.states[input].is_summand);
-        if is_sum {
-            let inputs: Vec<ValueId> = node.inputs.iter().map(|input| self.states[input].id).collect();
+        let (summed, others) = node.inputs.split_at(node.op.linear_inputs().min(node.inputs.len()));
+        if !summed.is_empty() && summed.iter().all(|input| self.states[input].is_summand) {
+            let mut inputs: Vec<ValueId> = summed.iter().map(|input| self.states[input].id).collect();
+            for &other in others {
+                inputs.push(self.bring(other, None, node)?);
+            }
             let outputs = self.apply(node, node.op.clone(), &inputs)?;
             for (&output, id) in node.outputs.iter().zip(outputs) {
                 self.set(output, State { id, cut: None, is_summand: true });
@@ -402,7 +410,8 @@ impl<'a> Pass<'a> {
             let takes = |reader: &NodeId| {
                 let reader = self.old.node(*reader);
                 let is_near = reader.place == node.place && reader.phase == node.phase;
-                reader.op.is_linear() && is_near || reader.phase == Phase::Update
+                let (summed, others) = reader.inputs.split_at(reader.op.linear_inputs().min(reader.inputs.len()));
+                summed.contains(&output) && !others.contains(&output) && is_near || reader.phase == Phase::Update
             };
             let waits = self.readers.get(&output).is_none_or(|readers| readers.iter().all(takes));
             if self.states[&output].is_summand && !waits {
@@ -744,8 +753,13 @@ fn rows(analysis: &Analysis, tokens: ValueId, ranks: usize, rank: usize, shares:
     let &[batch, sequence] = &analysis.shapes[tokens.index()][..] else {
         return Err(fail("the tokens must be [batch, tokens]".into()));
     };
+    let leaf_of = |dim: Dim| {
+        let leaf = analysis.dims.leaves(dim).into_iter().next()?;
+        let is_free = analysis.dims.extent(leaf) == analysis.dims.extent(dim) && !analysis.dims.is_whole(leaf);
+        is_free.then_some(leaf)
+    };
     let of_batch = match shares {
-        Shares::Parameters { .. } => gcd(analysis.dims.extent(batch), ranks),
+        Shares::Parameters { .. } => leaf_of(batch).map_or(1, |leaf| gcd(analysis.dims.extent(leaf), ranks)),
         Shares::Tokens { .. } => 1,
     };
     let of_sequence = ranks / of_batch;
@@ -761,9 +775,7 @@ fn rows(analysis: &Analysis, tokens: ValueId, ranks: usize, rank: usize, shares:
     let mut parts = Parts::new();
     let cuts = [(batch, of_batch, range(of_batch, rank / of_sequence)), (sequence, of_sequence, part_of_sequence)];
     for (dim, _, part) in cuts.into_iter().filter(|(_, of, _)| *of > 1) {
-        let leaves = analysis.dims.leaves(dim);
-        let leaf = leaves.into_iter().next().filter(|&leaf| analysis.dims.extent(leaf) == analysis.dims.extent(dim));
-        let Some(leaf) = leaf.filter(|&leaf| !analysis.dims.is_whole(leaf)) else {
+        let Some(leaf) = leaf_of(dim) else {
             return Err(fail("an operation of the model needs all tokens in one tensor".into()));
         };
         parts.insert(leaf, part);
