@@ -25,6 +25,7 @@ mod ranks_differ;
 mod recompute;
 mod resume;
 mod routing;
+mod sharded_ranks;
 mod stash;
 mod step_memory;
 mod tensor_ranks;

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use gapless::models::MoeStyle;
-use gapless::{AdamW, Checkpoint, Mesh, Trainer, Window};
+use gapless::{AdamW, Checkpoint, DType, Mesh, Trainer, Window};
 use gapless_testing::in_turn;
 
 use crate::common::{Kind, TinyRun};
@@ -12,17 +12,17 @@ fn mesh(tensor: usize) -> Mesh {
     Mesh { tensor, ..Mesh::default() }
 }
 
-const STEPS: u64 = 3;
+pub const STEPS: u64 = 3;
 
 /// The results of a run.
 #[derive(Debug)]
-struct Outcome {
-    losses: Vec<f32>,
-    norms: Vec<f32>,
+pub struct Outcome {
+    pub losses: Vec<f32>,
+    pub norms: Vec<f32>,
     /// The gathered parameters, optimizer states and gradients, by name.
-    tensors: BTreeMap<String, Vec<f32>>,
+    pub tensors: BTreeMap<String, Vec<f32>>,
     /// Names of parameters of which no rank holds all.
-    split: Vec<String>,
+    pub split: Vec<String>,
 }
 
 /// The tensors that a rank has, with the parts of them that these are.
@@ -30,14 +30,16 @@ type Parts = Vec<(String, Window, Vec<f32>)>;
 
 fn parts(trainer: &Trainer) -> Parts {
     let names: Vec<String> = trainer.parameter_names().map(str::to_owned).collect();
-    let read = |tensor: candle_core::Tensor| tensor.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+    let read = |tensor: candle_core::Tensor| {
+        tensor.flatten_all().unwrap().to_dtype(DType::F32).unwrap().to_vec1::<f32>().unwrap()
+    };
     let mut parts = Parts::new();
     for name in names {
         let window = trainer.window(&name).unwrap();
         if let Ok(gradient) = trainer.gradient(&name) {
             parts.push((format!("gradient of {name}"), window, read(gradient)));
         }
-        for name in ["", "exp_avg/", "exp_avg_sq/"].map(|state| format!("{state}{name}")) {
+        for name in ["", "exp_avg/", "exp_avg_sq/", "master/", "average/"].map(|state| format!("{state}{name}")) {
             if let Ok(tensor) = trainer.tensor(&name) {
                 parts.push((name.clone(), trainer.window(&name).unwrap(), read(tensor)));
             }
@@ -70,7 +72,7 @@ fn gather(ranks: Vec<Parts>) -> (BTreeMap<String, Vec<f32>>, Vec<String>) {
 }
 
 /// Does some steps on all ranks, after `before`.
-fn run_after(
+pub fn run_after(
     run: &TinyRun,
     steps: u64,
     before: impl Fn(&mut Trainer) + Sync,
@@ -100,13 +102,13 @@ fn run_after(
     Outcome { losses, norms, tensors, split }
 }
 
-fn run(run: &TinyRun, steps: u64) -> Outcome {
+pub fn run(run: &TinyRun, steps: u64) -> Outcome {
     run_after(run, steps, |_| {}, |_| {})
 }
 
 /// Compares results that only differ in the order of summation. AdamW divides gradients by their size, so where a
 /// gradient is rounding alone (the biases of keys, to which a softmax is blind), the steps of a parameter are, too.
-fn close(outcome: &Outcome, expected: &Outcome, what: &str) {
+pub fn close(outcome: &Outcome, expected: &Outcome, what: &str) {
     let pairs = outcome.losses.iter().zip(&expected.losses).chain(outcome.norms.iter().zip(&expected.norms));
     for (a, b) in pairs {
         assert!((a - b).abs() <= 1e-5 * b.abs(), "{what}: {a} instead of {b}");

@@ -68,12 +68,12 @@ impl Generation {
     fn programs(
         &self,
         build: &Build<'_>,
-        options: &StepOptions,
-        ranks: &RankPlan,
+        (options, ranks): (&StepOptions, &RankPlan),
+        held: &Held,
         target: Target,
     ) -> Result<Vec<Program>> {
         let (window, chunk) = self.window(options);
-        let program = |name, tokens| self.program(build, options, ranks, target, (name, tokens, window));
+        let program = |name, tokens| self.program(build, (options, ranks), held, target, (name, tokens, window));
         Ok(vec![program("prefill", chunk)?, program("decode", 1)?])
     }
 
@@ -106,15 +106,15 @@ impl Generation {
     fn program(
         &self,
         build: &Build<'_>,
-        options: &StepOptions,
-        ranks: &RankPlan,
+        (options, ranks): (&StepOptions, &RankPlan),
+        held: &Held,
         target: Target,
         (name, tokens, window): (&str, usize, usize),
     ) -> Result<Program> {
         let (mut trace, logits) = self.trace(build, options, ranks, (self.batch, tokens), window)?;
         let logits = if tokens == 1 { logits } else { one_of_each(&trace, &logits)? };
         let logits = logits.contiguous()?.to_dtype(DType::F32)?;
-        forward(&mut trace, name, &[("logits", logits.id())], (options, ranks), &Held::default(), target)
+        forward(&mut trace, name, &[("logits", logits.id())], (options, ranks), held, target)
     }
 }
 
@@ -146,8 +146,8 @@ fn one_of_each(trace: &Trace, logits: &Tensor) -> Result<Tensor> {
 /// window that differs from the sequence length, which is the window of generation without caches.
 pub(super) fn cached(
     build: &Build<'_>,
-    options: &StepOptions,
-    ranks: &RankPlan,
+    (options, ranks): (&StepOptions, &RankPlan),
+    held: &Held,
     target: Target,
     logits: &Logits,
 ) -> Result<(Vec<Program>, Option<Culprit>)> {
@@ -157,7 +157,9 @@ pub(super) fn cached(
         Some(culprit) => Some(culprit.clone()),
         None => generation.obstacle(build, options, ranks)?,
     };
-    let Some(culprit) = obstacle else { return Ok((generation.programs(build, options, ranks, target)?, None)) };
+    let Some(culprit) = obstacle else {
+        return Ok((generation.programs(build, (options, ranks), held, target)?, None));
+    };
     if generation.window.is_some_and(|window| window != options.sequence) {
         let why = format!("{culprit} combines tokens and has no cache, so the window has step.sequence tokens");
         return Err(Error::config("generation.window", why, "leave it out, or set step.sequence to it"));
@@ -180,7 +182,7 @@ pub fn compile_inference(
     let held = Held::default();
     let logits = Logits::record(build, options, ranks, &held, target)?;
     let mut programs = vec![evaluation(build, options, ranks, &held, target)?];
-    let (generation, uncached) = cached(build, options, ranks, target, &logits)?;
+    let (generation, uncached) = cached(build, (options, ranks), &held, target, &logits)?;
     let Logits { program, vocabulary, causality, obstacle: _ } = logits;
     programs.extend(if generation.is_empty() { vec![program] } else { generation });
     programs.iter().for_each(|program| dump("compile", program));

@@ -144,7 +144,7 @@ pub fn compile_step(
     let evaluate = evaluation(build, options, ranks, &step.held, target)?;
     let logits = Logits::record(build, options, ranks, &step.held, target)?;
     // The programs that continue sequences. Their caches share memory with the activations of the training step.
-    let (generation, uncached) = generation::cached(build, options, ranks, target, &logits)?;
+    let (generation, uncached) = generation::cached(build, (options, ranks), &step.held, target, &logits)?;
     let Logits { program: logits, vocabulary, causality, obstacle: _ } = logits;
     // What is recomputed is chosen so that all programs fit. Then the training step is lowered, and the passes run.
     let helped = |error: Error| error.with_remedies(options);
@@ -341,6 +341,10 @@ fn forward(
     });
     let sharded = sharded.transpose()?;
     let id_of = |id| sharded.as_ref().map_or(id, |sharded| sharded.value(id));
+    // Parameters that shard ranks divide are gathered here too.
+    let sharing = ranks.full_sharing(options).filter(|sharing| sharing.parameters);
+    let gathering = sharing.map(|sharing| trace.fully_shard(&sharing, &held.divided, &[])).transpose()?;
+    let id_of = |id| gathering.as_ref().map_or(id_of(id), |gathering| gathering.value(id_of(id)));
     let outputs: Vec<Output> = outputs.iter().map(|&(name, id)| Output::everywhere(name, id_of(id))).collect();
     lower(&Lowering {
         name,
@@ -351,6 +355,7 @@ fn forward(
         roles: &HashMap::new(),
         recomputation: &RematPlan::default(),
         evicts: false,
+        overlap: options.overlap(),
         target,
     })
 }

@@ -14,6 +14,7 @@
 
 mod analysis;
 mod dims;
+mod fully;
 mod rule;
 #[cfg(test)]
 mod tests;
@@ -31,6 +32,7 @@ use crate::graph::{Graph, Node, NodeId, Phase, Place, Source, ValueId};
 use crate::op::Op;
 use crate::ops::{Binary, BinaryKind, BroadcastAs, Cat, Collective, Contiguous, Narrow, Reshape, Widen};
 
+pub use self::fully::{FullSharing, FullySharded, can_be_gathered, fully_shard};
 pub use crate::rule::Rule;
 
 /// The ranks that divide tensors, and one of them.
