@@ -4,8 +4,10 @@
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ops::ControlFlow;
 
+use gapless::alloc::Role;
+use gapless::alloc::draw::Bytes;
 use gapless::communicator::on_threads;
-use gapless::engine::compile::{BufferKind, InstrKind, Program};
+use gapless::engine::compile::{Buffer, BufferKind, CompileOptions, Instr, InstrKind, Operand, Program, compile};
 use gapless::engine::ops::Collective;
 use gapless::models::{Gpt, GptConfig, Llama, LlamaConfig, MoeStyle};
 use gapless::parallel::{Axes, by_name};
@@ -342,11 +344,31 @@ fn the_options_bound_what_is_under_way_in_any_number_of_layers() {
     assert!(bytes[&(0, 0)][0] < bytes[&(1, 1)][0] && bytes[&(0, 0)][1] < bytes[&(3, 2)][1], "{bytes:?}");
 }
 
+/// A budget chooses what is recomputed. Gathered parameters are no choice: they never wait for the backward.
+#[test]
+fn a_budget_leaves_gathers_alone() {
+    let of = |layers: usize, budget: Option<u64>| {
+        program(layers, mesh(1, 2, 1), |step| {
+            (step.memory.recompute, step.memory.budget, step.sequence) = (Recompute::None, budget, 256);
+        })
+    };
+    let height = |program: &Program| compile(&[program.clone()], &CompileOptions::default()).unwrap().solution().height;
+    let all = of(4, None);
+    let budget = height(&all) * 3 / 4;
+    let within = of(4, Some(budget));
+    assert!(height(&within) <= budget && within.rematerialized_flops() > 0);
+    // What is recomputed for a layer's backward reads the parameters of that layer.
+    let layers = program(4, mesh(1, 2, 1), |step| step.sequence = 256);
+    assert!(transient(&all)[0] <= transient(&within)[0] && transient(&within)[0] <= transient(&layers)[0]);
+    assert_eq!(under_way(&within), under_way(&all));
+    assert_eq!(transient(&all), transient(&of(2, None)));
+}
+
 /// One shard rank has no gather. If all ranks are shard ranks, parameters that they divide have no all-reduce.
 #[test]
 fn collectives_are_those_of_the_mesh() {
     let sums = |program: &Program| {
-        let is_sum = |instr: &&gapless::engine::compile::Instr| match instr.kind {
+        let is_sum = |instr: &&Instr| match instr.kind {
             InstrKind::Collective(Collective::AllReduce { .. }, _) => instr.inputs[0].layout.shape().elem_count() > 64,
             _ => false,
         };
@@ -376,4 +398,74 @@ fn settings_that_cannot_work_are_refused() {
     refused(&|step| step.keep_gradients = true, "keep_gradients");
     refused(&|step| step.mesh.shard = 0, "mesh.shard");
     refused(&|step| step.mesh.shard = 3, "step.micro_batches");
+}
+
+/// Returns the bytes that a rank sends in a step, with rings, and the bytes that it keeps between steps.
+fn sent_and_kept(program: &Program, mesh: Mesh) -> [u64; 2] {
+    let bytes = |operand: &Operand| (operand.layout.shape().elem_count() * operand.dtype.size_in_bytes()) as u64;
+    let sent = program.instrs.iter().map(|instr| {
+        let InstrKind::Collective(collective, _) = instr.kind else { return 0 };
+        let whole = match collective {
+            Collective::AllReduce { .. } => 2 * bytes(&instr.inputs[0]),
+            Collective::ReduceScatter { .. } => bytes(&instr.inputs[0]),
+            _ => bytes(&instr.outputs[0]),
+        };
+        let ranks = mesh.size(collective.axes()) as u64;
+        whole / ranks * (ranks - 1)
+    });
+    let is_kept = |buffer: &&Buffer| matches!(buffer.label.role, Role::Parameter | Role::OptimizerState);
+    let kept = program.buffers.iter().filter(is_kept).map(|buffer| buffer.bytes);
+    [sent.sum(), kept.sum()]
+}
+
+/// Prints the table of docs/ranks.md.
+#[test]
+fn stages_keep_and_send_what_the_formulas_say() {
+    let config = GptConfig { vocabulary: 50_304, sequence: 256, ..GptConfig::default() };
+    let (micro_batches, of_all) = (4, 16);
+    let meshes = [
+        ("`mesh.data = 4`", mesh(4, 1, 1), 3),
+        ("`mesh.shard = 4`, `zero_stage = 2`", mesh(1, 4, 1), 2),
+        ("`mesh.shard = 4`", mesh(1, 4, 1), 3),
+        ("`mesh.data = 2`, `mesh.shard = 2`", mesh(2, 2, 1), 3),
+    ];
+    let planned = |mesh: Mesh, zero_stage| {
+        let sizes = StepOptions { batch: of_all, micro_batches, sequence: 256, ..on_cpu().step };
+        let step = StepOptions { precision: Precision::Bf16, mesh, zero_stage, ..sizes };
+        let options = TrainOptions { threads: 1, step, ..on_cpu() };
+        (gapless::plan::program(|vb| Gpt::new(&config, vb), &options, 0).unwrap(), options.step.planning())
+    };
+    // All of the model, in 14 bytes for each parameter.
+    let parameters = sent_and_kept(&planned(Mesh::default(), 3).0, Mesh::default())[1] as f64 / 14.0;
+    let mut lines = Vec::new();
+    for (name, mesh, zero_stage) in meshes {
+        let (program, planning) = planned(mesh, zero_stage);
+        let [sent, kept] = sent_and_kept(&program, mesh);
+        let peak = compile(&[program], &planning).unwrap().solution().height;
+        // Parameters of 2 bytes, and f32 masters and moments. Gradients are summed in f32.
+        let (data, shard, ranks) = (mesh.data as f64, mesh.shard as f64, (mesh.data * mesh.shard) as f64);
+        let gathered = if zero_stage == 3 { shard } else { 1.0 };
+        let kept_by_formula = parameters * (2.0 / gathered + 12.0 / ranks);
+        let ring = |ranks: f64| (ranks - 1.0) / ranks;
+        // Both uses of the tied table have a gradient. Only the forward reads the table.
+        let (table, micro_batches) = ((50_304 * 768) as f64, micro_batches as f64);
+        let summed = 4.0 * micro_batches * (parameters + table);
+        let gathers = micro_batches * 2.0 * (2.0 * parameters - table);
+        let filled = if zero_stage == 3 { gathers } else { 2.0 * parameters };
+        let of_copies = (4.0 + 2.0) * parameters / gathered * ring(data);
+        let sent_by_formula = (summed + filled) * ring(shard) + of_copies;
+        for (what, found, formula) in [("kept", kept, kept_by_formula), ("sent", sent, sent_by_formula)] {
+            assert!((found as f64 / formula - 1.0).abs() < 0.01, "{name}: {found} bytes {what}, {formula} by formula");
+        }
+        let [kept_by_formula, sent_by_formula] = [kept_by_formula, sent_by_formula].map(|bytes| Bytes(bytes as u64));
+        let line = format!(
+            "| {name} | {kept_by_formula} | {} | {} | {sent_by_formula} | {} |",
+            Bytes(kept),
+            Bytes(peak),
+            Bytes(sent)
+        );
+        println!("{line}");
+        lines.push(line);
+    }
+    lines.iter().for_each(|line| gapless_testing::assert_on_page("docs/ranks.md", line));
 }

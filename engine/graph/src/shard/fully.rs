@@ -336,3 +336,81 @@ fn unneeded(graph: &Graph, gradients: &[ValueId], others: &[ValueId]) -> HashSet
     }
     unneeded
 }
+
+#[cfg(test)]
+mod tests {
+    use gapless_kernels::Stream;
+
+    use super::super::tests::{TOKENS, VOCABULARY, WIDTH, evaluate_together, gpt, record};
+    use super::*;
+    use crate::graph::lock;
+    use crate::nn::{Module, embedding, layer_norm};
+    use crate::reference::{Array, evaluate};
+
+    /// Ranks with the same tokens have the whole graph's loss, and parts of its gradients times their number. The tied
+    /// table is gathered once, and so is the weight whose gradient's parts are put together in the update.
+    #[test]
+    fn ranks_have_parts_of_the_sum_of_gradients() {
+        let recorded = record(|vb, tokens, targets| {
+            let table = embedding(VOCABULARY, WIDTH, vb.pp("wte"))?;
+            let x = table.forward(tokens)?;
+            let x = x.broadcast_add(&vb.pp("wpe").get((2 * TOKENS, WIDTH), "weight")?.narrow(0, 0, TOKENS)?)?;
+            let x = layer_norm(WIDTH, 1e-5, vb.pp("norm"))?.forward(&gpt(&vb.pp("h.0"), &x, 6)?)?;
+            x.linear_cross_entropy(table.embeddings(), targets)?.mean_all()
+        })
+        .unwrap();
+        let graph = lock(&recorded.graph);
+        let stream = Stream::new(7, 0, 0);
+        let whole = evaluate(&graph, &recorded.given, stream);
+        let pairs: Vec<(ValueId, ValueId)> = recorded.gradients.iter().map(|&(_, tensor, g)| (tensor, g)).collect();
+        for (ranks, parameters) in [(2, true), (2, false), (3, true)] {
+            let is_divisible = |&(id, _): &(ValueId, &str)| {
+                graph.value(id).spec.elements().is_multiple_of(ranks) && can_be_gathered(&graph, id)
+            };
+            let divided: BTreeSet<String> =
+                graph.persistent().filter(is_divisible).map(|(_, name)| name.to_owned()).collect();
+            assert!(divided.contains("wte.weight") && divided.contains("wpe.weight"), "{divided:?}");
+            let of_rank = |rank| {
+                let sharing = FullSharing { axes: Axes::SHARD, ranks, rank, parameters };
+                fully_shard(&graph, &sharing, &divided, &pairs).unwrap()
+            };
+            let part = |values: &[f64], rank: usize| {
+                let elements = values.len() / ranks;
+                values[rank * elements..(rank + 1) * elements].to_vec()
+            };
+            let given = |rank: usize| {
+                let of = |(name, array): (&String, &Array)| match parameters && divided.contains(name) {
+                    true => (name.clone(), Array::new(&[array.data.len() / ranks], part(&array.data, rank))),
+                    false => (name.clone(), array.clone()),
+                };
+                recorded.given.iter().map(of).collect::<HashMap<_, _>>()
+            };
+            let sharded: Vec<FullySharded> = (0..ranks).map(of_rank).collect();
+            let graphs: Vec<&Graph> = sharded.iter().map(|sharded| &sharded.graph).collect();
+            let all = evaluate_together(&graphs, &(0..ranks).map(given).collect::<Vec<_>>(), stream);
+            for (rank, (sharded, values)) in sharded.iter().zip(&all).enumerate() {
+                let value = |id: ValueId| &values[sharded.value(id).index()].data;
+                assert_eq!(*value(recorded.loss), whole[recorded.loss.index()].data);
+                for (name, _, gradient) in &recorded.gradients {
+                    let exact = &whole[gradient.index()].data;
+                    let (exact, factor) = match divided.contains(name) {
+                        true => (part(exact, rank), ranks as f64),
+                        false => (exact.clone(), 1.0),
+                    };
+                    assert_eq!(value(*gradient).len(), exact.len(), "{name}");
+                    let is_near = |(a, b): (&f64, &f64)| (a - factor * b).abs() <= 1e-12 * (1.0 + a.abs());
+                    assert!(value(*gradient).iter().zip(&exact).all(is_near), "{name} of rank {rank}");
+                }
+            }
+            let collectives: Vec<(Phase, Collective)> = sharded[0]
+                .graph
+                .nodes()
+                .iter()
+                .filter_map(|node| Some((node.phase, *(&*node.op as &dyn Any).downcast_ref()?)))
+                .collect();
+            let gathers = collectives.iter().filter(|(_, op)| matches!(op, Collective::AllGather { .. })).count();
+            assert_eq!(gathers, if parameters { divided.len() } else { 0 });
+            assert!(collectives.iter().all(|(phase, _)| *phase != Phase::Update), "{collectives:?}");
+        }
+    }
+}
