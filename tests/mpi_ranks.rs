@@ -80,12 +80,15 @@ mod jobs {
         run
     }
 
-    /// Creates a run on tensor ranks. With sequence parallelism, they divide the tokens, too.
-    fn tensors(ranks: usize, sequence_parallel: bool) -> TinyRun {
+    /// Creates a run on ranks that divide tensors: tensor ranks, which may also divide the tokens, or shard ranks.
+    fn tensors(ranks: usize, name: &str) -> TinyRun {
         let mut run = TinyRun::default();
         run.options.threads = 1;
-        run.options.step.mesh = Mesh { tensor: ranks, ..Mesh::default() };
-        run.options.step.sequence_parallel = sequence_parallel && ranks > 1;
+        run.options.step.mesh = match name {
+            "fully sharded" => Mesh { shard: ranks, ..Mesh::default() },
+            _ => Mesh { tensor: ranks, ..Mesh::default() },
+        };
+        run.options.step.sequence_parallel = name == "sequence parallel" && ranks > 1;
         run
     }
 
@@ -103,7 +106,7 @@ mod jobs {
             ("rows that are let go", Some((_, style))) => without_room(ranks, style, Overflow::Recompute),
             ("an arena that grows", Some((_, style))) => without_room(ranks, style, Overflow::Grow),
             ("stages of experts", Some((_, style))) => experts(ranks, 2, style),
-            ("tensors", _) => tensors(ranks, name == "sequence parallel"),
+            ("tensors", _) => tensors(ranks, name),
             _ => run(ranks, name),
         };
         if job == "overflow" {
@@ -210,8 +213,8 @@ mod jobs {
 
     /// Processes divide tensors like threads.
     fn judge_tensors(ranks: usize) {
-        for name in ["tensor parallel", "sequence parallel"] {
-            let run = tensors(ranks, name == "sequence parallel");
+        for name in ["tensor parallel", "sequence parallel", "fully sharded"] {
+            let run = tensors(ranks, name);
             let threads = run.on_ranks(|mut trainer| run.go_on(&mut trainer, STEPS));
             let output = mpirun(ranks, "tensors", name, &std::env::temp_dir());
             assert!(output.status.success(), "{name} on {ranks} processes: {}", said(&output));

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 
 use candle_core::DType;
 use gapless_compile::recompute::RematPlan;
-use gapless_compile::{CompileOptions, Lowering, Output, Target, compile, lower};
+use gapless_compile::{CompileOptions, Lowering, Output, Overlap, Target, compile, lower};
 use gapless_graph::autodiff::differentiate;
 use gapless_graph::nn::{Init, VarBuilder};
 use gapless_graph::reference::{Array, Reference, evaluate};
@@ -170,6 +170,7 @@ pub(crate) fn session(graph: &Graph, outputs: &[Output]) -> Result<Session<CpuBa
     let workers = Workers::new(2)?;
     let program = lower(&Lowering {
         evicts: false,
+        overlap: Overlap::default(),
         name: "check",
         graph,
         table: &[vec![Action::new(Kind::Forward, 0, 0), Action::new(Kind::Backward, 0, 0)]],

@@ -32,10 +32,10 @@ pub enum Error {
     )]
     TooLarge { schedule: &'static str, ranks: u32, chunks: u32, micro_batches: u32, most: u32 },
     #[error(
-        "a mesh of {data} data × {pipeline} pipeline × {expert} expert × {context} context × {tensor} tensor ranks is not \
-         valid; set each to at least 1, and their product below 2^64"
+        "a mesh of {data} data × {pipeline} pipeline × {shard} shard × {expert} expert × {context} context × {tensor} tensor \
+         ranks is not valid; set each to at least 1, and their product below 2^64"
     )]
-    Mesh { data: usize, pipeline: usize, expert: usize, context: usize, tensor: usize },
+    Mesh { data: usize, pipeline: usize, shard: usize, expert: usize, context: usize, tensor: usize },
     #[error("unknown schedule {name:?}; choose one of {known}, or the path of a table that ends in .csv")]
     Unknown { name: String, known: String },
     #[error(

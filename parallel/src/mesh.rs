@@ -9,7 +9,8 @@ use serde::{Deserialize, Serialize};
 use crate::Error;
 
 /// The division of the work among ranks. There are copies of the model that share the batch, pipeline stages of each
-/// copy, shares of the experts of each layer, parts of each sequence, and parts of each tensor.
+/// copy, ranks that share the batch and the tensors of a stage, shares of the experts of each layer, parts of each
+/// sequence, and parts of each tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct Mesh {
@@ -17,9 +18,12 @@ pub struct Mesh {
     pub data: usize,
     /// The number of pipeline ranks, each of which holds some of the layers.
     pub pipeline: usize,
+    /// The number of ranks that share the batch and divide gradients, optimizer states and parameters (ZeRO stages 2 and
+    /// 3). With several data ranks, each copy of the model is divided (hybrid sharding).
+    pub shard: usize,
     /// The number of ranks that share the experts of a layer.
     pub expert: usize,
-    /// The number of ranks that share the tokens of a sequence. Only 1 is supported.
+    /// The number of ranks that share the tokens of a sequence.
     pub context: usize,
     /// The number of ranks that share the tensors of a layer.
     pub tensor: usize,
@@ -32,6 +36,8 @@ pub struct Coordinate {
     pub data: usize,
     /// Index of the rank in its pipeline.
     pub pipeline: usize,
+    /// Index of the shard of the parameters.
+    pub shard: usize,
     /// Index of the share of the experts.
     pub expert: usize,
     /// Index of the part of a sequence.
@@ -48,6 +54,8 @@ pub enum Axis {
     Data,
     /// [`Mesh::pipeline`].
     Pipeline,
+    /// [`Mesh::shard`].
+    Shard,
     /// [`Mesh::expert`].
     Expert,
     /// [`Mesh::context`].
@@ -72,7 +80,7 @@ pub enum Axis {
 pub struct Axes(u8);
 
 impl Axis {
-    const ALL: [Self; 5] = [Self::Data, Self::Pipeline, Self::Expert, Self::Context, Self::Tensor];
+    const ALL: [Self; 6] = [Self::Data, Self::Pipeline, Self::Shard, Self::Expert, Self::Context, Self::Tensor];
 }
 
 impl Axes {
@@ -83,12 +91,15 @@ impl Axes {
     /// The ranks of a pipeline.
     pub const PIPELINE: Self = Self::of(&[Axis::Pipeline]);
     /// The ranks that hold the same stages and that process different tokens of the batch.
-    pub const BATCH: Self = Self::of(&[Axis::Data, Axis::Expert, Axis::Context]);
+    pub const BATCH: Self = Self::of(&[Axis::Data, Axis::Shard, Axis::Expert, Axis::Context]);
     /// The ranks among which the experts of one copy of the model are divided.
     pub const EXPERTS: Self = Self::of(&[Axis::Expert]);
     /// The ranks that hold the same experts and that process different tokens of the batch.
-    pub const REPLICAS: Self = Self::of(&[Axis::Data, Axis::Context]);
-
+    pub const REPLICAS: Self = Self::of(&[Axis::Data, Axis::Shard, Axis::Context]);
+    /// The ranks that divide the tokens of sequences.
+    pub const CONTEXT: Self = Self::of(&[Axis::Context]);
+    /// The ranks that divide gradients, optimizer states and parameters.
+    pub const SHARD: Self = Self::of(&[Axis::Shard]);
     /// The ranks among which the tensors of a layer are divided.
     pub const TENSOR: Self = Self::of(&[Axis::Tensor]);
 
@@ -157,6 +168,7 @@ impl Coordinate {
         match axis {
             Axis::Data => self.data,
             Axis::Pipeline => self.pipeline,
+            Axis::Shard => self.shard,
             Axis::Expert => self.expert,
             Axis::Context => self.context,
             Axis::Tensor => self.tensor,
@@ -167,7 +179,7 @@ impl Coordinate {
 impl Default for Mesh {
     /// Returns a mesh of one rank, which does everything.
     fn default() -> Self {
-        Self { data: 1, pipeline: 1, expert: 1, context: 1, tensor: 1 }
+        Self { data: 1, pipeline: 1, shard: 1, expert: 1, context: 1, tensor: 1 }
     }
 }
 
@@ -182,14 +194,14 @@ impl Mesh {
     /// # Errors
     /// Returns [`Error::Mesh`] if an extent is 0 or the number of ranks overflows.
     pub fn ranks(&self) -> Result<usize, Error> {
-        let Self { data, pipeline, expert, context, tensor } = *self;
+        let Self { data, pipeline, shard, expert, context, tensor } = *self;
         let ranks = Axis::ALL.into_iter().try_fold(1, |ranks: usize, axis| ranks.checked_mul(self.extent(axis)));
-        ranks.filter(|&ranks| ranks > 0).ok_or(Error::Mesh { data, pipeline, expert, context, tensor })
+        ranks.filter(|&ranks| ranks > 0).ok_or(Error::Mesh { data, pipeline, shard, expert, context, tensor })
     }
 
     /// Returns the coordinate of a rank. From one rank to the next, the part of the tensors changes first, then the part
-    /// of the sequence, the share of the experts, the pipeline stage, and last the copy of the model. So the ranks that
-    /// communicate most are nearest to each other.
+    /// of the sequence, the share of the experts, the shard of the parameters, the pipeline stage, and last the copy of the
+    /// model. So the ranks that communicate most are nearest to each other.
     ///
     /// # Panics
     /// Panics if an extent is 0. [`Mesh::ranks`] returns an error in that case.
@@ -200,7 +212,8 @@ impl Mesh {
             index
         };
         let (tensor, context, expert) = (next(self.tensor), next(self.context), next(self.expert));
-        Coordinate { tensor, context, expert, pipeline: next(self.pipeline), data: rank }
+        let (shard, pipeline) = (next(self.shard), next(self.pipeline));
+        Coordinate { tensor, context, expert, shard, pipeline, data: rank }
     }
 
     /// Returns the rank at a coordinate: the inverse of [`Mesh::coordinate`].
@@ -228,6 +241,7 @@ impl Mesh {
         match axis {
             Axis::Data => self.data,
             Axis::Pipeline => self.pipeline,
+            Axis::Shard => self.shard,
             Axis::Expert => self.expert,
             Axis::Context => self.context,
             Axis::Tensor => self.tensor,
@@ -241,16 +255,16 @@ mod tests {
 
     #[test]
     fn coordinates_and_ranks_are_each_others_inverse() {
-        for [data, pipeline, expert, context, tensor] in
-            [[1; 5], [2, 3, 4, 1, 1], [4, 1, 2, 1, 1], [1, 5, 1, 1, 1], [2, 3, 2, 3, 4], [1, 1, 1, 2, 3]]
+        for [data, pipeline, shard, expert, context, tensor] in
+            [[1; 6], [2, 3, 1, 4, 1, 1], [4, 1, 1, 2, 1, 1], [1, 5, 1, 1, 1, 1], [2, 3, 2, 2, 3, 4], [1, 1, 3, 1, 2, 3]]
         {
-            let mesh = Mesh { data, pipeline, expert, context, tensor };
+            let mesh = Mesh { data, pipeline, shard, expert, context, tensor };
             for rank in 0..mesh.ranks().unwrap() {
                 let at = mesh.coordinate(rank);
                 assert!(Axis::ALL.into_iter().all(|axis| at.along(axis) < mesh.extent(axis)));
                 assert_eq!(mesh.rank(at), rank);
-                // Context and tensor ranks subdivide the numbering of the other axes.
-                let without = (at.data * pipeline + at.pipeline) * expert + at.expert;
+                // Shard, context and tensor ranks subdivide the numbering of the other axes.
+                let without = ((at.data * pipeline + at.pipeline) * shard + at.shard) * expert + at.expert;
                 assert_eq!(rank, (without * context + at.context) * tensor + at.tensor);
             }
         }
@@ -262,7 +276,7 @@ mod tests {
     /// The groups along each set of axes, found by comparing coordinates.
     #[test]
     fn ranks_of_a_group_differ_along_its_axes_only() {
-        let mesh = Mesh { data: 2, pipeline: 3, expert: 2, context: 3, tensor: 2 };
+        let mesh = Mesh { data: 2, pipeline: 3, shard: 2, expert: 2, context: 3, tensor: 2 };
         let all: Vec<Coordinate> = (0..mesh.ranks().unwrap()).map(|rank| mesh.coordinate(rank)).collect();
         for axes in Axes::sets() {
             for &at in &all {
@@ -281,10 +295,10 @@ mod tests {
 
     #[test]
     fn sets_of_axes() {
-        assert_eq!(Axes::sets().count(), 32);
+        assert_eq!(Axes::sets().count(), 64);
         assert_eq!(Axes::BATCH, Axes::EXPERTS | Axes::REPLICAS);
         assert_eq!(!Axes::BATCH, Axes::of(&[Axis::Tensor, Axis::Pipeline]));
         assert_eq!(!Axes::NONE, Axes::ALL);
-        assert_eq!(format!("{:?} {:?}", Axes::BATCH, Axes::NONE), "{Data, Expert, Context} {}");
+        assert_eq!(format!("{:?} {:?}", Axes::BATCH, Axes::NONE), "{Data, Shard, Expert, Context} {}");
     }
 }

@@ -32,8 +32,7 @@ impl Step {
     /// # Errors
     /// Returns an error if the smallest batch cannot be planned.
     pub fn largest_batch(&self, limit: &Limit) -> Result<Option<LargestBatch>, TrainError> {
-        let Mesh { data, expert, .. } = self.options.mesh;
-        let smallest = self.options.micro_batches * data * expert;
+        let smallest = self.options.parts();
         let mut planned = 0;
         let mut fits = |factor: usize| -> Result<bool, TrainError> {
             let mut step = self.clone();

@@ -98,13 +98,16 @@ fn usual_disk() -> f64 {
 }
 
 /// Returns the number of ranks with which a rank of this mesh exchanges data, each counted once for every communicator
-/// that connects them: the next and the previous rank of the pipeline, both neighbors in the rings that reduce gradients,
-/// and all other expert ranks.
+/// that connects them: the next and the previous rank of the pipeline, both neighbors in the rings that reduce gradients
+/// and gather parameters, and all other expert ranks.
 fn neighbors(mesh: Mesh) -> u64 {
     let Mesh { expert, .. } = mesh;
     let in_ring = |axes| mesh.size(axes).saturating_sub(1).min(2);
     let replicas = if expert > 1 { in_ring(Axes::REPLICAS) } else { 0 };
-    (in_ring(Axes::PIPELINE) + in_ring(Axes::BATCH) + replicas + expert.saturating_sub(1)) as u64
+    // Copies of a sharded model reduce parts of gradients in a ring of their own.
+    let copies = if mesh.shard > 1 { in_ring(Axes::BATCH & !Axes::SHARD) } else { 0 };
+    let shards = in_ring(Axes::SHARD) + copies;
+    (in_ring(Axes::PIPELINE) + in_ring(Axes::BATCH) + shards + replicas + expert.saturating_sub(1)) as u64
 }
 
 /// True if an operation is attention or its gradient.

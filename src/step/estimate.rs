@@ -1,6 +1,7 @@
 //! Rules of thumb for the memory that training takes. Reports compare plans with them.
 
 use gapless_models::hf::Architecture;
+use gapless_parallel::Mesh;
 
 use super::{Precision, Step};
 
@@ -81,15 +82,16 @@ impl Extents {
 pub fn estimate(step: &Step, parameters: u64) -> Estimate {
     let extents = Extents::of(step.architecture());
     let options = &step.options;
-    let [stages, data, micro_batches, chunks] =
-        [options.mesh.pipeline, options.mesh.data, options.micro_batches, options.pipeline.chunks].map(|n| n as f64);
-    let per_parameter = match step.precision() {
-        // Parameter, gradient and two moments, which all have the same type.
-        Precision::F32 => 16.0,
-        Precision::PureBf16 => 8.0,
-        Precision::Bf16 if data > 1.0 => 6.0 + 12.0 / data,
-        Precision::Bf16 => 18.0,
+    let Mesh { pipeline, data, shard, .. } = options.mesh;
+    let [stages, data, shard, micro_batches, chunks] =
+        [pipeline, data, shard, options.micro_batches, options.pipeline.chunks].map(|n| n as f64);
+    // Parameter, gradient and optimizer states.
+    let [parameter, gradient, states] = match step.precision() {
+        Precision::F32 => [4.0, 4.0, 8.0],
+        Precision::PureBf16 => [2.0, 2.0, 4.0],
+        Precision::Bf16 => [2.0, 4.0, 12.0 / data],
     };
+    let per_parameter = parameter / if options.zero_stage == 3 { shard } else { 1.0 } + (gradient + states) / shard;
     // The fullest rank has an equal share of the layers, and also the embedding.
     let table = extents.width * extents.vocabulary;
     let head = if stages == 1.0 && !extents.is_tied { table } else { 0.0 };

@@ -189,7 +189,7 @@ fn class(step: &Step) -> String {
     let letters = [
         ("R", memory.recompute != Recompute::None || memory.budget.is_some()),
         ("V", pipeline.chunks > 1),
-        ("Z", mesh.data > 1),
+        ("Z", mesh.data > 1 || mesh.shard > 1),
         ("O", !memory.offload.is_empty()),
         ("C", !memory.compress.is_empty()),
     ];

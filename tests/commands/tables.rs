@@ -132,6 +132,11 @@ const TABLES: &[(&str, &str, Source)] = &[
         "| loop | most requested",
         Printed("--example loops", "alloc/torch/examples/loops.rs", Minutes),
     ),
+    (
+        "docs/ranks.md",
+        "| ranks | kept",
+        Compared("tests/training/sharded_ranks.rs", "stages_keep_and_send_what_the_formulas_say"),
+    ),
     ("docs/recompute.md", "| step | exact", Printed("gapless train run.toml", "src/bin/gapless/train.rs", Measured)),
     ("docs/recompute.md", "| model | batch", Printed("gapless plan", PLAN, Earlier)),
     (

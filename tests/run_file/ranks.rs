@@ -43,24 +43,37 @@ fn ranks_of_a_file_train_as_one() {
             assert_eq!(known(&"evaluation"), row.get("val_loss").is_some(), "{row}");
         }
     }
-    let copies = go("copies", &[two_layers, "mesh.data=2"], &Start::Anew);
-    for (&(step, copies), &(_, one)) in copies.iter().zip(&one) {
-        let (copies, one) = (f32::from_bits(copies), f32::from_bits(one));
-        assert!((copies - one).abs() < 1e-4 * one, "step {step}: {copies}, not {one}");
+    for (out, mesh) in [("copies", "mesh.data=2"), ("shards", "mesh.shard=2")] {
+        let ranks = go(out, &[two_layers, mesh, "step.prefetch=2"], &Start::Anew);
+        for (&(step, ranks), &(_, one)) in ranks.iter().zip(&one) {
+            let (ranks, one) = (f32::from_bits(ranks), f32::from_bits(one));
+            assert!((ranks - one).abs() < 1e-4 * one, "{mesh}, step {step}: {ranks}, not {one}");
+        }
+        assert!(!samples(out).is_empty(), "{mesh}");
     }
     // Two steps on one rank, followed by two on two ranks.
     let constant = ["learning_rate.shape=constant", "learning_rate.warmup_steps=0"];
     let whole = go("whole", &[&constant[..], &[two_layers]].concat(), &Start::Anew);
     go("moved", &[&constant[..], &[two_layers, "steps=2"]].concat(), &Start::Anew);
     assert_eq!(go("moved", &[&constant[..], &stages].concat(), &Start::Resume), whole);
+    // A sharded run goes on on one rank.
+    go("gathered", &[&constant[..], &[two_layers, "steps=2", "mesh.shard=2"]].concat(), &Start::Anew);
+    let gathered = go("gathered", &[&constant[..], &[two_layers]].concat(), &Start::Resume);
+    for (&(step, gathered), &(_, whole)) in gathered.iter().zip(&whole) {
+        let (gathered, whole) = (f32::from_bits(gathered), f32::from_bits(whole));
+        assert!((gathered - whole).abs() < 1e-4 * whole, "step {step}: {gathered}, not {whole}");
+    }
 
     let base = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/evidence/hf/models/mixtral_bf16/checkpoint");
     let text = TINY.replace("[model.gpt]\nlayers = 1\nheads = 2\nwidth = 16", &format!("[model]\nfolder = {base:?}"));
     let text = text.replace("vocabulary = 256", &format!("tokenizer = {:?}", tokenizer(&place)));
-    for (out, ranks) in [("one folder", "mesh.pipeline=1"), ("two stages", "mesh.pipeline=2")] {
+    for (out, ranks) in
+        [("one folder", "mesh.pipeline=1"), ("two stages", "mesh.pipeline=2"), ("two shards", "mesh.shard=2")]
+    {
         let config = RunConfig::read(&place.file(&text), &[ranks.to_owned()]).unwrap();
         train(&config, &place.path().join(out), &Start::Anew, &mut Console::default(), |_| {}).unwrap();
     }
     let weights = |out: &str| std::fs::read(place.path().join(out).join("model/model.safetensors")).unwrap();
     assert!(weights("one folder") == weights("two stages"));
+    assert_eq!(weights("one folder").len(), weights("two shards").len());
 }

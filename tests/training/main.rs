@@ -8,6 +8,7 @@ mod bf16;
 mod causality;
 #[path = "../common/mod.rs"]
 mod common;
+mod context_ranks;
 mod determinism;
 mod documents;
 mod expert_ranks;
@@ -25,6 +26,7 @@ mod ranks_differ;
 mod recompute;
 mod resume;
 mod routing;
+mod sharded_ranks;
 mod stash;
 mod step_memory;
 mod tensor_ranks;

@@ -17,7 +17,7 @@ pub fn mesh(tensor: usize) -> Mesh {
     Mesh { tensor, ..Mesh::default() }
 }
 
-const STEPS: u64 = 3;
+pub const STEPS: u64 = 3;
 
 /// The results of a run.
 #[derive(Debug)]
@@ -46,7 +46,7 @@ pub fn parts(trainer: &Trainer) -> Parts {
         if let Ok(gradient) = trainer.gradient(&name) {
             parts.push((format!("gradient of {name}"), window, read(gradient)));
         }
-        for name in ["", "exp_avg/", "exp_avg_sq/"].map(|state| format!("{state}{name}")) {
+        for name in ["", "exp_avg/", "exp_avg_sq/", "master/", "average/"].map(|state| format!("{state}{name}")) {
             if let Ok(tensor) = trainer.tensor(&name) {
                 parts.push((name.clone(), trainer.window(&name).unwrap(), read(tensor)));
             }

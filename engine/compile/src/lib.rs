@@ -38,7 +38,7 @@ pub use executable::{CompileOptions, Executable, ProgramId};
 pub use lifetimes::table;
 pub use link::compile;
 pub use lower::lower;
-pub use lowering::{Lowering, Output, Target};
+pub use lowering::{Lowering, Output, Overlap, Target};
 pub use offload_plan::HostPlan;
 pub use partition::StagePartition;
 pub use program::{

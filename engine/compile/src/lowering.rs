@@ -29,8 +29,19 @@ pub struct Lowering<'a> {
     /// Whether received rows may be evicted before their backward. If so, rows for which the arena has no space at run
     /// time are exchanged again.
     pub evicts: bool,
+    /// The collectives of shard ranks that may be under way.
+    pub overlap: Overlap,
     /// The device that the program is for.
     pub target: Target,
+}
+
+/// The collectives of shard ranks that may be under way while other instructions run.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Overlap {
+    /// Number of gathered parameters that may be under way or waiting beside the one that is read.
+    pub prefetch: usize,
+    /// Number of sums of gradients that may be under way.
+    pub reductions: usize,
 }
 
 /// The kernels that run a program. The sizes of scratch depend on them.

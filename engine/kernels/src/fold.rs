@@ -48,7 +48,7 @@ impl Fold {
     }
 
     /// Returns the places of the rank's chunks, in ascending order.
-    pub fn ranges(&self) -> impl Iterator<Item = Range<usize>> + use<> {
+    pub fn ranges(&self) -> impl Iterator<Item = Range<usize>> + Clone + use<> {
         let fold = *self;
         (0..2 * fold.rounds).map(move |number| {
             let start = fold.place(number * fold.chunk);

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 use candle_core::DType;
 use gapless_alloc::Role;
 use gapless_compile::recompute::RematPlan;
-use gapless_compile::{CompileOptions, Lowering, ProgramId, Target, compile, lower};
+use gapless_compile::{CompileOptions, Lowering, Overlap, ProgramId, Target, compile, lower};
 use gapless_graph::nn::Init;
 use gapless_graph::optim::{
     Adafactor, AdamW, AdamW8bit, GaLore, Lion, Muon, Optimizer, ParameterInfo, ParameterUpdate, SCALARS, State,
@@ -84,6 +84,7 @@ impl Update {
         let roles: HashMap<_, _> = states.iter().map(|state| (state.id(), Role::OptimizerState)).collect();
         let program = lower(&Lowering {
             evicts: false,
+            overlap: Overlap::default(),
             name: "update",
             graph: &lock(&graph),
             table: &[vec![Action::new(Kind::Forward, 0, 0), Action::new(Kind::Backward, 0, 0)]],

@@ -90,17 +90,22 @@ impl Trainer {
         self.set_elements(name, &value.flatten_all()?.to_dtype(DType::F32)?.to_vec1::<f32>()?)
     }
 
-    /// Overwrites a tensor of bytes, such as the codes of a quantized weight.
+    /// Overwrites a tensor of bytes, such as the codes of a quantized weight. `data` has the bytes of the whole tensor, of
+    /// which this rank keeps its part.
     ///
     /// # Errors
     /// Returns an error if no tensor has this name, or if it has another number of bytes.
     pub fn set_bytes(&mut self, name: &str, data: &[u8]) -> Result<()> {
+        let window = self.window(name)?;
+        let expected = window.whole_dims().iter().product();
         let is_copied = self.session.fill_tensor(name, |bytes| {
-            let fits = bytes.len() == data.len();
-            if fits {
-                bytes.copy_from_slice(data);
+            let fits = data.len() == expected && bytes.len() == window.elements();
+            let mut to = 0;
+            for run in window.runs().filter(|_| fits) {
+                bytes[to..to + run.len()].copy_from_slice(&data[run.clone()]);
+                to += run.len();
             }
-            fits.then_some(()).ok_or(bytes.len())
+            fits.then_some(()).ok_or(expected)
         })?;
         is_copied.map_err(|expected| TrainError::Shape {
             name: name.into(),

@@ -327,10 +327,10 @@ impl Folder {
         let names = quantize.stored_names(&placed.parameter);
         trainer.set_bytes(&names[0], &codes)?;
         match scales {
-            OwnedScales::Plain(scales) => trainer.set_elements(&names[1], &scales)?,
+            OwnedScales::Plain(scales) => trainer.set_whole(&names[1], &scales)?,
             OwnedScales::Double { codes, nested, offset } => {
                 trainer.set_bytes(&names[1], &codes)?;
-                trainer.set_elements(&names[2], &nested)?;
+                trainer.set_whole(&names[2], &nested)?;
                 trainer.set_elements(&names[3], &[offset])?;
             }
         }

@@ -7,7 +7,7 @@ use super::{ConfigError, ModelConfig};
 
 /// Short names and their keys. A flag of the command is a short name with dashes: `--micro-batches 4` means
 /// `--set step.micro_batches=4`.
-pub const NAMES: [(&str, &str); 31] = [
+pub const NAMES: [(&str, &str); 36] = [
     ("model", "model"),
     ("batch", "step.batch"),
     ("micro_batches", "step.micro_batches"),
@@ -16,8 +16,13 @@ pub const NAMES: [(&str, &str); 31] = [
     ("optimizer", "optimizer.name"),
     ("data_ranks", "mesh.data"),
     ("pipeline_ranks", "mesh.pipeline"),
+    ("shard_ranks", "mesh.shard"),
     ("expert_ranks", "mesh.expert"),
     ("tensor_ranks", "mesh.tensor"),
+    ("context_ranks", "mesh.context"),
+    ("zero_stage", "step.zero_stage"),
+    ("prefetch", "step.prefetch"),
+    ("reductions", "step.reductions"),
     ("schedule", "pipeline.schedule"),
     ("chunks", "pipeline.chunks"),
     ("cut", "pipeline.cut"),

@@ -42,7 +42,7 @@ pub enum EagerError {
         /// Layer of the operation.
         layer: String,
     },
-    /// The step has a recompute policy or a schedule that eager frameworks do not have.
+    /// The step has a recompute policy, a schedule or a mesh that eager frameworks do not have.
     #[error("{0} is not supported for eager frameworks; use --lowering gapless")]
     Unknown(String),
     /// The schedule does not exist for the step's shape.
@@ -141,6 +141,9 @@ impl Step {
         rows: &ExpertRows<'_>,
         first_steps: Option<usize>,
     ) -> Result<(Vec<Buffer>, Vec<u64>), EagerError> {
+        if self.options.mesh.shard > 1 {
+            return Err(EagerError::Unknown("shard ranks".to_owned()));
+        }
         let table = self.options.pipeline.schedule.actions(&self.shape())?;
         let row = table.get(rank).ok_or_else(|| EagerError::Unknown(format!("rank {rank}")))?;
         if row.iter().any(|action| !matches!(action.kind, Kind::Forward | Kind::Backward)) {

@@ -10,6 +10,7 @@ mod in_place;
 mod join;
 mod messages;
 mod offload;
+mod prefetch;
 mod renumber;
 mod reorder;
 mod sum_in_f32;
@@ -50,7 +51,7 @@ struct Pass {
 }
 
 /// All passes, in order.
-const PASSES: [Pass; 10] = [
+const PASSES: [Pass; 11] = [
     // Compresses or offloads activations until their backward.
     Pass { name: "offload", run: offload::run },
     // Sends and receives values between ranks, and waits for everything in flight.
@@ -69,6 +70,8 @@ const PASSES: [Pass; 10] = [
     Pass { name: "hoist_update", run: hoist_update::run },
     // Reorders neighbouring instructions to lower the peak of live bytes.
     Pass { name: "reorder", run: reorder::run },
+    // Gathers parameters ahead of their readers, and waits late for sums of gradients over shard ranks.
+    Pass { name: "prefetch", run: prefetch::run },
     // Fuses elementwise operations, which then pass values in registers.
     Pass { name: "fuse", run: fuse::run },
 ];

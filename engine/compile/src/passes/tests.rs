@@ -11,7 +11,7 @@ use gapless_parallel::{Action, Kind, StageId};
 use insta::assert_snapshot;
 
 use crate::lower::lower_observed;
-use crate::lowering::{Lowering, Output, Target};
+use crate::lowering::{Lowering, Output, Overlap, Target};
 use crate::partition::{StagePartition, partition};
 use crate::recompute::{Recompute, Resolving, StorageOptions};
 
@@ -64,6 +64,7 @@ fn stages(case: &Case, f: impl Fn(&Tensor, &VarBuilder) -> Result<Tensor>) -> BT
         roles: &HashMap::new(),
         recomputation: &recomputation,
         evicts: false,
+        overlap: Overlap::default(),
         target: case.target.unwrap_or(Target::Cpu { threads: 1 }),
     };
     let mut texts = BTreeMap::new();

@@ -121,7 +121,8 @@ impl RematPlan {
                 Some(Place::Stage(stage)) => stages.contains(&stage),
                 _ => false,
             };
-            variant.end_with_input = variant.rematerialized(graph).filter(is_in).collect();
+            let ends: Vec<ValueId> = variant.rematerialized(graph).filter(is_in).collect();
+            variant.end_with_input.extend(ends);
         }
         self
     }

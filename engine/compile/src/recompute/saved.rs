@@ -7,6 +7,7 @@ use gapless_graph::{FLOATS, Graph, Node, NodeId, Phase, Place, Source, Spec, Val
 
 use super::groups::Groups;
 use super::{ActivationStorage, Variant};
+use crate::lower::collective_of;
 
 /// The values that the forward passes to its own backward.
 #[derive(Debug)]
@@ -22,6 +23,8 @@ pub struct SavedActivations<'g> {
     by_weights: Vec<bool>,
     /// By value index: whether a forward node of another layer reads it.
     leaves_layer: Vec<bool>,
+    /// By value index: whether it is a gathered persistent tensor. All ranks of the group repeat the gather.
+    is_gathered: Vec<bool>,
     /// Values that are compressed or offloaded, unless they are recomputed.
     stash: BTreeMap<ValueId, ActivationStorage>,
 }
@@ -44,16 +47,22 @@ impl<'g> SavedActivations<'g> {
                 leaves_stage[root.index()] |= node.place != maker.place;
             }
         }
-        let (mut roots, mut repeatable) = (Vec::new(), vec![false; values]);
+        let (mut roots, mut repeatable, mut is_gathered) = (Vec::new(), vec![false; values], vec![false; values]);
         for node in graph.node_ids().filter(|id| alive[id.index()]).map(|id| graph.node(id)) {
             let stays = node.outputs.iter().all(|o| !leaves_stage[o.index()] && !is_summed[o.index()]);
-            let pure = node.op.mutates().is_empty() && !is_collective(node);
+            let gathers = gathers_persistent(graph, node);
+            let pure = gathers || node.op.mutates().is_empty() && collective_of(node).is_none();
             if node.phase == Phase::Forward && stays && pure && node.place != Place::Everywhere {
                 node.outputs.iter().for_each(|output| repeatable[output.index()] = true);
+                if gathers {
+                    is_gathered[node.outputs[0].index()] = true;
+                    continue;
+                }
                 roots.extend(node.outputs.iter().copied().filter(|output| is_read[output.index()]));
             }
         }
-        Self { graph, roots, repeatable, is_read, by_weights, leaves_layer, stash: BTreeMap::new() }
+        let stash = BTreeMap::new();
+        Self { graph, roots, repeatable, is_read, by_weights, leaves_layer, is_gathered, stash }
     }
 
     /// Sets how some of [`Self::roots`] are stored until the backward. If some are compressed, discrete choices can no
@@ -92,9 +101,9 @@ impl<'g> SavedActivations<'g> {
         self.repeatable[root.index()]
     }
 
-    /// True if the backward reads a value.
+    /// True if the backward reads a value that may be kept for it.
     pub fn is_read(&self, root: ValueId) -> bool {
-        self.is_read[root.index()]
+        self.is_read[root.index()] && !self.is_gathered[root.index()]
     }
 
     /// True if a value is one of [`Self::roots`], stays within its layer, and is neither compressed nor offloaded.
@@ -103,18 +112,20 @@ impl<'g> SavedActivations<'g> {
         is_candidate && !self.stash.contains_key(&root)
     }
 
-    /// True if other layers read a value.
+    /// True if other layers read a value that may be kept for them.
     pub fn leaves_layer(&self, root: ValueId) -> bool {
-        self.leaves_layer[root.index()]
+        self.leaves_layer[root.index()] && !self.is_gathered[root.index()]
     }
 
-    /// Returns the variant that drops some of [`Self::roots`], with the nodes that recompute them.
+    /// Returns the variant that drops some of [`Self::roots`], with the nodes that recompute them. Gathered persistent
+    /// tensors are always dropped, after the forward and after each half of a split backward.
     ///
     /// Recomputation starts from two kinds of kept values: those that the backward reads, and those that one layer
     /// passes to another. So only the layers of the dropped values are recomputed.
     pub fn dropping(&self, dropped: impl IntoIterator<Item = ValueId>) -> Variant {
         let mut rematerialized = vec![false; self.graph.values().len()];
-        let mut missing: Vec<ValueId> = dropped.into_iter().collect();
+        let gathered = self.graph.value_ids().filter(|id| self.is_gathered[id.index()] && self.is_read[id.index()]);
+        let mut missing: Vec<ValueId> = dropped.into_iter().chain(gathered).collect();
         missing.iter().for_each(|root| rematerialized[root.index()] = true);
         let mut nodes: BTreeSet<NodeId> = BTreeSet::new();
         while let Some(root) = missing.pop() {
@@ -124,7 +135,7 @@ impl<'g> SavedActivations<'g> {
             }
             for input in self.graph.node(node).inputs.iter().map(|&input| self.graph.value(input).root) {
                 let index = input.index();
-                let is_kept = !rematerialized[index] && (self.is_read[index] || self.leaves_layer[index]);
+                let is_kept = !rematerialized[index] && (self.is_read(input) || self.leaves_layer(input));
                 if self.repeatable[index] && !is_kept {
                     rematerialized[index] = true;
                     missing.push(input);
@@ -133,7 +144,9 @@ impl<'g> SavedActivations<'g> {
         }
         let kept = self.stash.iter().filter(|(root, _)| !rematerialized[root.index()]);
         let stash: BTreeMap<ValueId, ActivationStorage> = kept.map(|(&root, &stash)| (root, stash)).collect();
-        let (nodes, end_with_input) = (nodes.into_iter().collect(), BTreeSet::new());
+        let outputs = nodes.iter().flat_map(|&node| &self.graph.node(node).outputs);
+        let end_with_input = outputs.copied().filter(|output| self.is_gathered[output.index()]).collect();
+        let nodes = nodes.into_iter().collect();
         Variant { rematerialized, nodes, end_with_input, stash }
     }
 
@@ -142,12 +155,12 @@ impl<'g> SavedActivations<'g> {
     /// that the weight gradients also read, or that are kept until the weight gradients anyway.
     pub fn ending_with_input(&self, variant: Variant, ends: impl IntoIterator<Item = ValueId>) -> Variant {
         let mut missing: Vec<ValueId> = ends.into_iter().collect();
-        let mut end_with_input: BTreeSet<ValueId> = missing.iter().copied().collect();
+        let mut end_with_input: BTreeSet<ValueId> = missing.iter().chain(&variant.end_with_input).copied().collect();
         while let Some(root) = missing.pop() {
             let Some(maker) = self.graph.producer(root) else { continue };
             for input in maker.inputs.iter().map(|&input| self.graph.value(input).root) {
                 let index = input.index();
-                let waits = self.by_weights[index] || self.leaves_layer[index] || self.stash.contains_key(&input);
+                let waits = self.by_weights[index] || self.leaves_layer(input) || self.stash.contains_key(&input);
                 if self.repeatable[index] && !waits && end_with_input.insert(input) {
                     missing.push(input);
                 }
@@ -157,7 +170,10 @@ impl<'g> SavedActivations<'g> {
     }
 }
 
-fn is_collective(node: &Node) -> bool {
-    let op: &dyn std::any::Any = &*node.op;
-    op.is::<Collective>()
+/// True if a node gathers the parts of a persistent tensor. Every rank of the group has a program with the same collectives
+/// in the same order, so all of them can repeat it.
+pub(crate) fn gathers_persistent(graph: &Graph, node: &Node) -> bool {
+    let is_persistent =
+        |&input: &ValueId| matches!(graph.value(graph.value(input).root).source, Source::Persistent { .. });
+    matches!(collective_of(node), Some(Collective::AllGather { .. })) && node.inputs.iter().all(is_persistent)
 }

@@ -69,8 +69,7 @@ impl Generation {
     fn programs(
         &self,
         build: &Build<'_>,
-        options: &StepOptions,
-        ranks: &RankPlan,
+        (options, ranks): (&StepOptions, &RankPlan),
         held: &Held,
         target: Target,
     ) -> Result<Vec<Program>> {
@@ -138,10 +137,10 @@ fn one_of_each(trace: &Trace, logits: &Tensor) -> Result<Tensor> {
 /// window that differs from the sequence length, which is the window of generation without caches.
 pub(super) fn cached(
     build: &Build<'_>,
-    options: &StepOptions,
-    ranks: &RankPlan,
+    (options, ranks): (&StepOptions, &RankPlan),
+    held: &Held,
     target: Target,
-    (logits, held): (&Logits, &Held),
+    logits: &Logits,
 ) -> Result<(Vec<Program>, Option<Culprit>)> {
     let Some(generation) = options.caches() else { return Ok((Vec::new(), None)) };
     generation.check(options, ranks)?;
@@ -149,7 +148,9 @@ pub(super) fn cached(
         Some(culprit) => Some(culprit.clone()),
         None => generation.obstacle(build, options, ranks)?,
     };
-    let Some(culprit) = obstacle else { return Ok((generation.programs(build, options, ranks, held, target)?, None)) };
+    let Some(culprit) = obstacle else {
+        return Ok((generation.programs(build, (options, ranks), held, target)?, None));
+    };
     if generation.window.is_some_and(|window| window != options.sequence) {
         let why = format!("{culprit} combines tokens and has no cache, so the window has step.sequence tokens");
         return Err(Error::config("generation.window", why, "leave it out, or set step.sequence to it"));
@@ -172,7 +173,7 @@ pub fn compile_inference(
     let held = Held::default();
     let logits = Logits::record(build, options, ranks, &held, target)?;
     let mut programs = vec![evaluation(build, options, ranks, &held, target)?];
-    let (generation, uncached) = cached(build, options, ranks, target, (&logits, &held))?;
+    let (generation, uncached) = cached(build, (options, ranks), &held, target, &logits)?;
     let Logits { program, vocabulary, causality, obstacle: _ } = logits;
     programs.extend(if generation.is_empty() { vec![program] } else { generation });
     programs.iter().for_each(|program| dump("compile", program));

@@ -29,12 +29,23 @@ impl StepGraph {
     /// offloaded.
     pub fn key(options: &StepOptions) -> String {
         let StepOptions {
-            batch, micro_batches, sequence, sequence_parallel, documents, precision, mesh, memory, ..
+            batch,
+            micro_batches,
+            sequence,
+            sequence_parallel,
+            zero_stage,
+            prefetch,
+            reductions,
+            documents,
+            precision,
+            mesh,
+            memory,
+            ..
         } = options;
         let StepOptions { trainable, loss, preference, optimizer, update, pipeline, keep_gradients, .. } = options;
         let (stages, cut) = (options.stages(), &pipeline.cut);
         format!(
-            "{batch} {micro_batches} {sequence} {sequence_parallel} {documents} {precision:?} {stages} {cut:?} {:?} {trainable:?} {loss:?} {preference:?} {optimizer:?} {update:?} \
+            "{batch} {micro_batches} {sequence} {sequence_parallel} {zero_stage} {prefetch} {reductions} {documents} {precision:?} {stages} {cut:?} {:?} {trainable:?} {loss:?} {preference:?} {optimizer:?} {update:?} \
              {:?} {} {keep_gradients}",
             Mesh { pipeline: 1, ..*mesh },
             memory.overflow,

@@ -23,7 +23,7 @@ use std::collections::{BTreeSet, HashMap};
 use candle_core::{D, DType};
 use gapless_alloc::{Role, lower_bound};
 use gapless_graph::nn::VarBuilder;
-use gapless_graph::shard::Sharing;
+use gapless_graph::shard::Shares;
 use gapless_graph::{Causality, Culprit, LossPart, Model, SequenceLoss, Sequences, ValueId, cache_obstacle, causality};
 use gapless_parallel::{Kind, StageId};
 
@@ -145,7 +145,7 @@ pub fn compile_step(
     let evaluate = evaluation(build, options, ranks, &step.held, target)?;
     let logits = Logits::record(build, options, ranks, &step.held, target)?;
     // The programs that continue sequences. Their caches share memory with the activations of the training step.
-    let (generation, uncached) = generation::cached(build, options, ranks, target, (&logits, &step.held))?;
+    let (generation, uncached) = generation::cached(build, (options, ranks), &step.held, target, &logits)?;
     let Logits { program: logits, vocabulary, causality, obstacle: _ } = logits;
     // What is recomputed is chosen so that all programs fit. Then the training step is lowered, and the passes run.
     let helped = |error: Error| error.with_remedies(options);
@@ -156,7 +156,7 @@ pub fn compile_step(
     let train = step.lower(ranks, target, &recomputation)?;
     let programs: Vec<Program> = [train, evaluate, logits].into_iter().chain(generation).collect();
     programs.iter().for_each(|program| dump("compile", program));
-    if ranks.mesh.pipeline > 1 || ranks.mesh.expert > 1 || ranks.mesh.tensor > 1 {
+    if ranks.mesh.pipeline > 1 || ranks.mesh.expert > 1 || ranks.mesh.tensor > 1 || ranks.mesh.context > 1 {
         expect_same_parameters(&programs)?;
     }
     // Lifetimes, the plan, its check, and addresses.
@@ -338,14 +338,20 @@ fn forward(
     partition_like(&mut trace.lock(), &held.stages);
     // A step that continues sequences may have fewer tokens than there are ranks.
     let is_continued = matches!(trace.lock().sequences(), Sequences::Continued { .. });
-    let sharded = ranks.sharing(options).map(|sharing| {
-        let sharing = Sharing { sequence: sharing.sequence && !is_continued, ..sharing };
-        let ids: Vec<ValueId> = outputs.iter().map(|&(_, id)| id).collect();
-        trace.shard(&sharing, &ids, &[], Some(&held.windows))
-    });
-    let sharded = sharded.transpose()?;
-    let id_of = |id| sharded.as_ref().map_or(id, |sharded| sharded.value(id));
-    let outputs: Vec<Output> = outputs.iter().map(|&(name, id)| Output::everywhere(name, id_of(id))).collect();
+    let mut ids: Vec<ValueId> = outputs.iter().map(|&(_, id)| id).collect();
+    for mut sharing in ranks.sharings(options) {
+        if let Shares::Parameters { sequence } = &mut sharing.shares {
+            *sequence &= !is_continued;
+        }
+        let sharded = trace.shard(&sharing, &ids, &[], Some(&held.windows))?;
+        ids.iter_mut().for_each(|id| *id = sharded.value(*id));
+    }
+    // Parameters that shard ranks divide are gathered here too.
+    let sharing = ranks.full_sharing(options).filter(|sharing| sharing.parameters);
+    let gathering = sharing.map(|sharing| trace.fully_shard(&sharing, &held.divided, &[])).transpose()?;
+    let id_of = |id| gathering.as_ref().map_or(id, |gathering| gathering.value(id));
+    let named = outputs.iter().zip(ids);
+    let outputs: Vec<Output> = named.map(|(&(name, _), id)| Output::everywhere(name, id_of(id))).collect();
     lower(&Lowering {
         name,
         graph: &trace.lock(),
@@ -355,6 +361,7 @@ fn forward(
         roles: &HashMap::new(),
         recomputation: &RematPlan::default(),
         evicts: false,
+        overlap: options.overlap(),
         target,
     })
 }

@@ -10,7 +10,7 @@ use candle_core::DType;
 use gapless_alloc::arena::Reserve;
 use gapless_graph::nn::{Preference, Trainable, names};
 use gapless_graph::optim::{AdamW, Optimizer, ParameterInfo};
-use gapless_kernels::LossTerms;
+use gapless_kernels::{Fold, LossTerms};
 use gapless_parallel::{Mesh, Rates};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -18,6 +18,7 @@ use serde::{Deserialize, Serialize};
 use super::{Generation, Overflow, Pipeline, SCALARS_INPUT, text};
 use crate::error::{Error, Result};
 use crate::executable::CompileOptions;
+use crate::lowering::Overlap;
 use crate::recompute::{Recompute, StorageOptions};
 
 /// A training step: everything that decides its programs and their memory. In a run file, the table `[step]` has the
@@ -37,6 +38,16 @@ pub struct StepOptions {
     /// Whether tensor ranks divide the tokens between operations on split tensors (sequence parallelism): norms, residuals
     /// and dropout then hold 1/t of the tokens on each of t ranks. More is sent, in parts that take the same time.
     pub sequence_parallel: bool,
+    /// What shard ranks (`mesh.shard`) divide, as a stage of ZeRO: 2 for gradients and optimizer states, 3 for parameters
+    /// too. In stage 3, each parameter is gathered before the operations that read it, in the forward and again in the
+    /// backward. Both stages compute the same bits.
+    pub zero_stage: usize,
+    /// The number of gathered parameters that may be under way or waiting beside the one that is read. More hide the time
+    /// of the gathers behind computation, and take the memory of these parameters.
+    pub prefetch: usize,
+    /// The number of sums of gradients over shard ranks that may be under way. With 0, each is waited for at once. Each takes
+    /// the memory of a whole gradient.
+    pub reductions: usize,
     /// The number of ranks along each axis of parallelism.
     #[serde(skip)]
     pub mesh: Mesh,
@@ -312,6 +323,9 @@ impl Default for StepOptions {
             sequence: 256,
             precision: Precision::default(),
             sequence_parallel: false,
+            zero_stage: 3,
+            prefetch: 1,
+            reductions: 1,
             mesh: Mesh::default(),
             pipeline: Pipeline::default(),
             memory: MemoryOptions::default(),
@@ -335,7 +349,8 @@ impl StepOptions {
 
     /// Returns the number of parts into which the batch is split: the micro-batches of all ranks that share the batch.
     pub fn parts(&self) -> usize {
-        self.micro_batches.saturating_mul(self.mesh.data).saturating_mul(self.mesh.expert)
+        let Mesh { data, shard, expert, .. } = self.mesh;
+        [data, shard, expert].into_iter().fold(self.micro_batches, usize::saturating_mul)
     }
 
     /// Returns the update rule of a parameter. If the model itself sets a rule for the parameter, that rule takes
@@ -386,6 +401,7 @@ impl StepOptions {
             ),
             (true, "more pipeline ranks (mesh.pipeline), which share the layers"),
             (has_states, "more data ranks (mesh.data), which share the optimizer states"),
+            (true, "more shard ranks (mesh.shard), which share parameters, gradients and optimizer states"),
             (sequences > 1, "more micro-batches (step.micro_batches), if activations take most of the memory"),
             (sequences <= 1, "shorter sequences (step.sequence), if activations take most of the memory"),
         ];
@@ -405,8 +421,28 @@ impl StepOptions {
     /// Returns the caches for generation. Returns `None` if no caches are set, or if the mesh has several pipeline or
     /// expert ranks.
     pub fn caches(&self) -> Option<&Generation> {
-        let is_supported = self.mesh.pipeline == 1 && self.mesh.expert == 1;
+        let is_supported = self.mesh.context == 1 && self.mesh.pipeline == 1 && self.mesh.expert == 1;
         self.generation.as_ref().filter(|_| is_supported)
+    }
+
+    /// Returns the collectives of shard ranks that may be under way.
+    pub fn overlap(&self) -> Overlap {
+        Overlap { prefetch: self.prefetch, reductions: self.reductions }
+    }
+
+    /// Returns the number of rounds in which context ranks divide a sequence: as many as leave chunks of 256 tokens, since
+    /// with more rounds, ranks have more equal work where sequences hold documents of several lengths.
+    pub fn context_rounds(&self) -> usize {
+        const TOKENS: usize = 256;
+        let chunks = |rounds: usize| rounds.saturating_mul(2).saturating_mul(self.mesh.context);
+        let is_fine =
+            |&rounds: &usize| self.sequence.is_multiple_of(chunks(rounds)) && self.sequence / chunks(rounds) >= TOKENS;
+        (0..usize::BITS).map(|power| 1 << power).take_while(is_fine).last().unwrap_or(1)
+    }
+
+    /// Returns the tokens of each sequence that a context rank has, or `None` if the ranks cannot divide a sequence.
+    pub fn fold(&self, rank: usize) -> Option<Fold> {
+        Fold::new(self.sequence, (self.mesh.context, rank), self.context_rounds())
     }
 
     /// Returns the operations whose saved results are compressed or offloaded.
@@ -432,21 +468,20 @@ impl StepOptions {
         self.check_values()?;
         let Self { batch, micro_batches, memory, .. } = self;
         if !batch.is_multiple_of(self.parts()) {
-            let Mesh { data, expert, .. } = self.mesh;
-            let ranks = match data * expert {
+            let ranks = match self.parts() / micro_batches {
                 1 => String::new(),
-                _ => format!(" for each of {data} × {expert} ranks that share the batch"),
+                ranks => format!(" for each of {ranks} ranks that share the batch"),
             };
             let why = format!("{batch} sequences do not divide into {micro_batches} micro-batches{ranks}");
             return Err(Error::config(
                 "step.micro_batches",
                 why,
-                "make step.batch a multiple of step.micro_batches × mesh.data × mesh.expert",
+                "make step.batch a multiple of step.micro_batches × mesh.data × mesh.shard × mesh.expert",
             ));
         }
         if self.keep_gradients && self.shares_batch() {
             let why = "ranks that share the batch have only parts of the gradients";
-            return Err(Error::config("keep_gradients", why, "keep them with one data rank and one expert rank"));
+            return Err(Error::config("keep_gradients", why, "keep them with one data, one shard and one expert rank"));
         }
         if memory.budget.is_some() && memory.recompute != Recompute::None {
             let why = "a budget chooses what is recomputed";
@@ -459,6 +494,10 @@ impl StepOptions {
         if memory.overflow == Overflow::Recompute && !memory.compress.is_empty() {
             let why = "rows recomputed from compressed activations would differ from the forward's";
             return Err(Error::config("memory.overflow", why, "leave memory.compress out, or choose another policy"));
+        }
+        if memory.overflow == Overflow::Recompute && self.mesh.shard > 1 && self.zero_stage == 3 {
+            let why = "ranks that gather parameters for recomputed rows would have to agree on these rows";
+            return Err(Error::config("memory.overflow", why, "set step.zero_stage to 2, or choose another policy"));
         }
         self.check_preference()?;
         if memory.release_gradients { self.check_release() } else { Ok(()) }
@@ -476,6 +515,7 @@ impl StepOptions {
             ("step.micro_batches", self.micro_batches, Self::MAX_EXTENT),
             ("mesh.data", mesh.data, Self::MAX_EXTENT),
             ("mesh.pipeline", mesh.pipeline, Self::MAX_EXTENT),
+            ("mesh.shard", mesh.shard, Self::MAX_EXTENT),
             ("mesh.expert", mesh.expert, Self::MAX_EXTENT),
             ("mesh.context", mesh.context, Self::MAX_EXTENT),
             ("mesh.tensor", mesh.tensor, Self::MAX_EXTENT),
@@ -487,13 +527,22 @@ impl StepOptions {
                 _ => Error::config(key, format!("is {extent}, above the maximum of {most}"), "choose a smaller value"),
             });
         }
-        if mesh.context > 1 {
-            let why = format!("is {}, but ranks cannot share the tokens of a sequence yet", mesh.context);
-            return Err(Error::config("mesh.context", why, "set it to 1, and use mesh.data or mesh.tensor"));
+        if mesh.context > 1 && self.fold(0).is_none() {
+            let why =
+                format!("is {}, but twice as many ranks do not divide sequences of {sequence} tokens", mesh.context);
+            return Err(Error::config(
+                "mesh.context",
+                why,
+                "choose a sequence that is a multiple of twice the context ranks",
+            ));
         }
         if self.sequence_parallel && mesh.tensor == 1 {
             let why = "there is one tensor rank";
             return Err(Error::config("step.sequence_parallel", why, "set mesh.tensor, or leave it out"));
+        }
+        if ![2, 3].contains(&self.zero_stage) {
+            let why = format!("is {}", self.zero_stage);
+            return Err(Error::config("step.zero_stage", why, "set it to 2 or 3; data ranks (mesh.data) are stage 1"));
         }
         if batch.saturating_mul(*sequence) > Self::MAX_TOKENS {
             let why = format!(
@@ -527,7 +576,7 @@ impl StepOptions {
     }
 
     fn shares_batch(&self) -> bool {
-        self.mesh.data > 1 || self.mesh.expert > 1
+        self.mesh.data > 1 || self.mesh.shard > 1 || self.mesh.expert > 1
     }
 
     fn check_preference(&self) -> Result<()> {
@@ -540,7 +589,11 @@ impl StepOptions {
         }
         if !self.evaluation_batch().is_multiple_of(2) {
             let why = "the two answers of a pair would be in different micro-batches";
-            return fail("step.batch", why, "make it a multiple of 2 × step.micro_batches × mesh.data × mesh.expert");
+            return fail(
+                "step.batch",
+                why,
+                "make it a multiple of 2 × step.micro_batches × mesh.data × mesh.shard × mesh.expert",
+            );
         }
         if self.loss != LossTerms::NONE {
             return fail("loss", "the losses of preferences have no further terms", "leave loss or preference out");
@@ -564,7 +617,7 @@ impl StepOptions {
             return fail("keep_gradients keeps all gradients", "choose one of the two");
         }
         if self.shares_batch() {
-            return fail("gradients are summed over ranks", "use one data rank and one expert rank");
+            return fail("gradients are summed over ranks", "use one data, one shard and one expert rank");
         }
         Ok(())
     }

@@ -175,7 +175,8 @@ impl Share {
     /// Returns the share of a training batch that the rank at coordinate `at` computes.
     pub fn of(options: &StepOptions, at: Coordinate) -> Self {
         let &StepOptions { micro_batches, mesh, .. } = options;
-        let first = at.data * micro_batches * mesh.expert + at.expert;
+        let copy = at.data * mesh.shard + at.shard;
+        let first = copy * micro_batches * mesh.expert + at.expert;
         Self { parts: options.parts(), first, stride: mesh.expert, count: micro_batches }
     }
 }

@@ -1,6 +1,6 @@
 //! Records the graph of a training step in stages: forward, partition, autodiff, update.
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use candle_core::DType;
@@ -18,7 +18,7 @@ use super::{
 };
 use crate::error::{Error, Result};
 use crate::lower::lower;
-use crate::lowering::{Lowering, Output, Target};
+use crate::lowering::{Lowering, Output, Overlap, Target};
 use crate::partition::{ParameterStages, parameter_stages, partition};
 use crate::program::Program;
 use crate::recompute::RematPlan;
@@ -28,19 +28,33 @@ use crate::recompute::RematPlan;
 pub(super) struct Held {
     /// The stages that read each parameter.
     pub stages: ParameterStages,
-    /// The part of each persistent tensor of the forward that this rank holds, if ranks divide tensors.
+    /// The part of each persistent tensor of the forward that this rank has before shard ranks divide it, if tensor ranks
+    /// divide tensors.
     pub windows: BTreeMap<String, Window>,
+    /// For each persistent tensor of the forward, the axes of the mesh along which each rank holds another part.
+    axes: BTreeMap<String, Axes>,
+    /// The tensors whose gradients, and in stage 3 also whose elements, shard ranks divide.
+    pub divided: BTreeSet<String>,
 }
 
 impl Held {
-    /// Returns the axes of the mesh along which each rank holds another part of the persistent tensor `name`, of which this
-    /// rank holds `window`.
-    pub fn axes(&self, name: &str, window: &Window) -> Axes {
-        let local = self.windows.get(name);
-        let of_tensor = if local.is_some_and(|local| !local.is_whole()) { Axes::TENSOR } else { Axes::NONE };
-        // The tensor that tensor ranks divide is an expert rank's share.
-        let share = local.map_or(window.dims(), |local| local.whole_dims().to_vec());
-        of_tensor | if share == window.whole_dims() { Axes::NONE } else { Axes::EXPERTS }
+    /// Returns the axes of the mesh along which each rank holds another part of a persistent tensor.
+    pub fn axes(&self, name: &str) -> Axes {
+        self.axes.get(name).copied().unwrap_or(Axes::NONE)
+    }
+
+    /// Determines the axes along which ranks hold parts of the persistent tensors of a graph, before shard ranks divide
+    /// them.
+    fn find_axes(&mut self, graph: &Graph) {
+        let axes = |(id, name): (ValueId, &str)| {
+            let (window, local) = (graph.window(id), self.windows.get(name));
+            let of_tensor = if local.is_some_and(|local| !local.is_whole()) { Axes::TENSOR } else { Axes::NONE };
+            // The tensor that tensor ranks divide is an expert rank's share.
+            let share = local.map_or(window.dims(), |local| local.whole_dims().to_vec());
+            let of_experts = if share == window.whole_dims() { Axes::NONE } else { Axes::EXPERTS };
+            (name.to_owned(), of_tensor | of_experts)
+        };
+        self.axes = graph.persistent().map(axes).collect();
     }
 }
 
@@ -67,6 +81,7 @@ pub(super) struct TrainStep {
     pub model: String,
     /// Whether received rows may be evicted before their backward.
     evicts: bool,
+    overlap: Overlap,
 }
 
 impl TrainStep {
@@ -96,6 +111,7 @@ impl TrainStep {
             watched: Vec::new(),
             model: String::new(),
             evicts: options.memory.overflow == Overflow::Recompute,
+            overlap: options.overlap(),
         })
     }
 
@@ -115,12 +131,10 @@ impl TrainStep {
         let several = options.micro_batches > 1;
         let looked_up = trace.looked_up();
         let gradients = differentiate_in(&trace.graph, &self.loss, self.loss_weight, &|parameter| {
-            let (name, dims, dtype) = (&trace.name(parameter.id()), parameter.dims(), parameter.dtype());
-            let (looked_up, masters) = (looked_up.contains(&parameter.id()), options.precision.has_masters());
-            let [head, vectors] = trace.marks(parameter.id());
-            let info = ParameterInfo { name, dims, dtype, looked_up, head, vectors, masters };
+            let (name, is_looked_up) = (&trace.name(parameter.id()), looked_up.contains(&parameter.id()));
+            let info = trace.info(parameter, (name, parameter.dims()), is_looked_up, options);
             let rule = trace.lock().optimizer_of(parameter.id()).cloned();
-            if several { rule.as_ref().unwrap_or(options.rule_of(name)).sum_dtype(&info) } else { dtype }
+            if several { rule.as_ref().unwrap_or(options.rule_of(name)).sum_dtype(&info) } else { info.dtype }
         })?;
         self.loss.set_phase(Phase::Update);
         for gradient in gradients {
@@ -134,26 +148,60 @@ impl TrainStep {
             let total = summands.map(Ok).reduce(|a, b| a?.add(&b?)).expect("a gradient has a summand")?;
             let gradient = total.reshape(parameter.dims().to_vec())?;
             let dims = trace.lock().window(parameter.id()).whole_dims().to_vec();
-            self.gradients.push(Parameter { name, tensor: parameter, dims, gradient, owner });
+            let looked_up = looked_up.contains(&parameter.id());
+            self.gradients.push(Parameter { name, tensor: parameter, dims, looked_up, gradient, owner });
         }
         Ok(())
     }
 
     /// Replaces the graph by that of this rank, if ranks divide tensors.
     pub fn shard(&mut self, options: &StepOptions, ranks: &RankPlan) -> Result<()> {
-        let Some(sharing) = ranks.sharing(options) else { return Ok(()) };
-        let Self { trace, loss, gradients, .. } = self;
-        let outputs: Vec<ValueId> = [vec![loss.id()], trace.reported(loss.id())].concat();
-        let pairs: Vec<(ValueId, ValueId)> = gradients.iter().map(|p| (p.tensor.id(), p.gradient.id())).collect();
-        let sharded = trace.shard(&sharing, &outputs, &pairs, None)?;
-        *loss = trace.tensor(sharded.value(loss.id()));
-        for parameter in gradients {
-            let part = sharded.value(parameter.tensor.id());
-            (parameter.tensor, parameter.gradient) =
-                (trace.tensor(part), trace.tensor(sharded.value(parameter.gradient.id())));
+        for sharing in ranks.sharings(options) {
+            let outputs: Vec<ValueId> = [vec![self.loss.id()], self.trace.reported(self.loss.id())].concat();
+            let sharded = self.trace.shard(&sharing, &outputs, &self.pairs(), None)?;
+            self.replace(|id| sharded.value(id));
+            self.held.windows = sharded.windows;
         }
-        self.held.windows = sharded.windows;
+        self.held.find_axes(&self.trace.lock());
+        if let Some(sharing) = ranks.full_sharing(options) {
+            self.held.divided = self.divided(options, ranks, sharing.ranks);
+            let sharded = self.trace.fully_shard(&sharing, &self.held.divided, &self.pairs())?;
+            self.replace(|id| sharded.value(id));
+            let Held { axes, divided, .. } = &mut self.held;
+            for (_, axes) in axes.iter_mut().filter(|(name, _)| sharing.parameters && divided.contains(*name)) {
+                *axes = *axes | sharing.axes;
+            }
+        }
         Ok(())
+    }
+
+    /// Returns the names of the tensors that `ranks` ranks divide: those that their update rules allow, and frozen ones.
+    fn divided(&self, options: &StepOptions, plan: &RankPlan, ranks: usize) -> BTreeSet<String> {
+        let Self { trace, held, gradients, .. } = self;
+        let grains: HashMap<&str, Option<usize>> = gradients
+            .iter()
+            .map(|Parameter { name, tensor, dims, looked_up, .. }| {
+                let own = trace.lock().optimizer_of(tensor.id()).cloned();
+                let rule = own.as_ref().unwrap_or(options.rule_of(name));
+                (name.as_str(), rule.shard_granularity(&trace.info(tensor, (name, dims), *looked_up, options)))
+            })
+            .collect();
+        let is_read = |name: &str| held.stages.contains_key(name);
+        let grain = |name: &str| grains.get(name).copied().unwrap_or(is_read(name).then_some(1));
+        trace.divisible(ranks, |name| plan.mesh.size(held.axes(name)), grain)
+    }
+
+    /// The parameters with their gradients.
+    fn pairs(&self) -> Vec<(ValueId, ValueId)> {
+        self.gradients.iter().map(|p| (p.tensor.id(), p.gradient.id())).collect()
+    }
+
+    /// Replaces the loss, the parameters and the gradients by those of another graph.
+    fn replace(&mut self, new: impl Fn(ValueId) -> ValueId) {
+        let Self { trace, loss, gradients, .. } = self;
+        let replace = |tensor: &mut Tensor| *tensor = trace.tensor(new(tensor.id()));
+        replace(loss);
+        gradients.iter_mut().flat_map(|p| [&mut p.tensor, &mut p.gradient]).for_each(replace);
     }
 
     /// Records the loss, the norm, the update of every parameter, and the outputs that the host reads.
@@ -194,10 +242,14 @@ impl TrainStep {
                 let window = graph.window(id);
                 layout.shapes.insert(name.to_owned(), window.whole_dims().to_vec());
                 let all = window.whole_dims().iter().product();
-                let elements = if window.is_whole() { graph.weight_elements(id) } else { all };
+                let elements = if window.is_whole() {
+                    graph.weight_elements(id)
+                } else {
+                    graph.packed_elements(id).unwrap_or(all)
+                };
                 layout.frozen.insert(name.to_owned(), elements as u64);
                 if !window.is_whole() {
-                    let axes = self.held.axes(name, &window);
+                    let axes = self.held.axes(name);
                     layout.parts.insert(name.to_owned(), update.kept_part(axes, window));
                 }
             }
@@ -226,6 +278,7 @@ impl TrainStep {
             roles: &self.roles,
             recomputation,
             evicts: self.evicts,
+            overlap: self.overlap,
             target,
         })
     }
@@ -263,20 +316,39 @@ impl Trace {
         let spec = Spec { shape: extents.into(), dtype: DType::U32 };
         let id = lock(&graph).add_input("tokens", spec)?;
         let tokens = Tensor::of(&graph, id);
+        if plan.mesh.context > 1 {
+            let mut graph = lock(&graph);
+            let places = (0..extents.0).flat_map(|_| 0..extents.1).map(|place| place as f64);
+            let positions = graph.add_data(places.collect(), tokens.spec().clone());
+            graph.set_sequences(Sequences::Placed { positions });
+        }
         Ok((Self { graph, tokens }, model))
     }
 
     /// Returns the tables whose rows are looked up by ids, whether or not these are ids of tokens.
-    pub fn looked_up(&self) -> HashSet<ValueId> {
+    fn looked_up(&self) -> HashSet<ValueId> {
         let graph = self.lock();
         let lookups = graph.nodes().iter().filter(|node| node.op.name() == "embedding");
         lookups.map(|node| graph.value(node.inputs[0]).root).collect()
     }
 
     /// Returns whether a parameter is the weight of an output head, and whether it is a list of vectors.
-    pub fn marks(&self, parameter: ValueId) -> [bool; 2] {
+    fn marks(&self, parameter: ValueId) -> [bool; 2] {
         let graph = self.lock();
         [graph.is_head(parameter), graph.has_vectors(parameter)]
+    }
+
+    /// Returns what update rules know about a parameter, of which `tensor` is this rank's part.
+    pub fn info<'a>(
+        &self,
+        tensor: &Tensor,
+        (name, dims): (&'a str, &'a [usize]),
+        looked_up: bool,
+        options: &StepOptions,
+    ) -> ParameterInfo<'a> {
+        let [head, vectors] = self.marks(tensor.id());
+        let (dtype, masters) = (tensor.dtype(), options.precision.has_masters());
+        ParameterInfo { name, dims, dtype, looked_up, head, vectors, masters }
     }
 
     /// Returns the number of rows of the smallest table in which tokens are looked up.

@@ -7,7 +7,7 @@
 //! cannot be divided as the optimizer requires, is not split: its gradient is summed by an all-reduce, and every rank
 //! updates the whole parameter.
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -32,14 +32,17 @@ pub(super) struct Parameter {
     pub tensor: Tensor,
     /// Extents of the whole parameter.
     pub dims: Vec<usize>,
-    /// The gradient, summed over this rank's micro-batches.
+    /// Whether it is a table whose rows are looked up by ids.
+    pub looked_up: bool,
+    /// The gradient, summed over this rank's micro-batches. If shard ranks divide the parameter ([`Held::divided`]), this
+    /// rank's part of the sum over these ranks.
     pub gradient: Tensor,
     /// The stage whose ranks update the parameter.
     pub owner: StageId,
 }
 
 /// A parameter whose parts would have fewer elements than this is not split.
-const SMALLEST_PART: usize = 256;
+pub(super) const SMALLEST_PART: usize = 256;
 
 pub(super) struct Update<'a> {
     pub trace: &'a Trace,
@@ -181,9 +184,7 @@ impl Update<'_> {
 
     /// Records the update of all parameters.
     pub fn record(&self, parameters: &[Parameter], loss: &Tensor) -> Result<Recorded> {
-        let looked_up = self.trace.looked_up();
-        let target = |p| self.target(p, &looked_up);
-        let targets = parameters.iter().map(target).collect::<Result<Vec<UpdateTarget<'_>>>>()?;
+        let targets = parameters.iter().map(|p| self.target(p)).collect::<Result<Vec<UpdateTarget<'_>>>>()?;
         self.check_groups(&targets)?;
         let norm = self.norm(&targets, loss)?;
         let inputs = Inputs {
@@ -315,12 +316,10 @@ impl Update<'_> {
         loss.gt(&limit(0)?)?.where_cond(&infinite, &norm)
     }
 
-    fn target<'p>(&self, parameter: &'p Parameter, looked_up: &HashSet<ValueId>) -> Result<UpdateTarget<'p>> {
+    fn target<'p>(&self, parameter: &'p Parameter) -> Result<UpdateTarget<'p>> {
         self.place(Place::Stage(parameter.owner));
-        let Parameter { name, tensor, dims, .. } = parameter;
-        let (looked_up, masters) = (looked_up.contains(&tensor.id()), self.options.precision.has_masters());
-        let ([head, vectors], dtype) = (self.trace.marks(tensor.id()), tensor.dtype());
-        let parameter_info = ParameterInfo { name, dims, dtype, looked_up, head, vectors, masters };
+        let Parameter { name, tensor, dims, looked_up, .. } = parameter;
+        let parameter_info = self.trace.info(tensor, (name, dims), *looked_up, self.options);
         let own = self.trace.lock().optimizer_of(tensor.id()).cloned();
         let (is_own, group) = (own.is_some(), self.options.update.group_of(name));
         let rule = own.unwrap_or_else(|| self.options.rule_of(name).clone());
@@ -342,7 +341,12 @@ impl Update<'_> {
     ) -> Result<(Tensor, Ownership)> {
         let grain = rule.shard_granularity(info);
         let window = self.trace.lock().window(tensor.id());
-        let held = self.held.axes(name, &window);
+        let held = self.held.axes(name);
+        // The axes along which the gradient is divided further than the parameter.
+        let divided = match self.held.divided.contains(name) {
+            true => Axes::SHARD & !held,
+            false => Axes::NONE,
+        };
         if !window.is_whole() {
             // Blocks of the whole parameter's elements are blocks of the part, if each run of elements has whole blocks.
             let divides =
@@ -352,21 +356,22 @@ impl Update<'_> {
                 return Err(Error::config("optimizer", why, "use AdamW, or one rank along these axes"));
             }
         }
-        // The batch is shared by the ranks that hold the same part.
-        let batch = Axes::BATCH & !held;
+        // The batch is shared by the ranks that have the same part of the gradient.
+        let batch = Axes::BATCH & !(held | divided);
         let ranks = self.plan.mesh.size(batch);
         let part = Ownership { held, updated: batch };
         // The ranks that hold other parts must come to the same answer, so uneven parts are not divided further.
         let is_even = window.elements() * self.plan.mesh.size(held) == info.elements();
         let divides = |grain: usize| is_even && window.elements().is_multiple_of(ranks.saturating_mul(grain));
         let is_large = window.elements() / ranks >= SMALLEST_PART;
-        if ranks > 1 && !held.contains(Axis::Expert) && is_large && grain.is_some_and(divides) {
+        let is_split = divided != Axes::NONE || held.contains(Axis::Expert);
+        if ranks > 1 && !is_split && is_large && grain.is_some_and(divides) {
             let [sum] = Tensor::apply_op(Collective::ReduceScatter { axes: batch, ranks }, &[gradient])?;
             return Ok((sum, part));
         }
         let sum = if ranks > 1 { self.all_reduce(&self.own(gradient)?, batch)? } else { gradient.clone() };
         let sum = if held == Axes::NONE { sum } else { sum.reshape(sum.elem_count())? };
-        Ok((sum, Ownership { updated: Axes::NONE, ..part }))
+        Ok((sum, Ownership { updated: divided, ..part }))
     }
 
     /// Returns a copy of a gradient. A sum in place needs a tensor of its own, because two parameters may have the same

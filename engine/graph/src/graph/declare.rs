@@ -6,7 +6,7 @@
 use candle_core::Layout;
 use gapless_kernels::{Spec, Window};
 
-use super::{Graph, Source, ValueId};
+use super::{Graph, Source, Value, ValueId};
 use crate::error::{Error, Result};
 use crate::nn::{Init, Initializer};
 
@@ -55,6 +55,19 @@ impl Graph {
             *made = fill;
         }
         Ok(id)
+    }
+
+    /// Declares a value that no node produces, as another graph has declared it.
+    pub(crate) fn adopt(&mut self, value: &Value) -> ValueId {
+        let name = match &value.source {
+            Source::Constant(number) => return self.constant_like(*number, value.spec.clone()),
+            Source::Persistent { name, .. } | Source::Input { name } | Source::Cache { name } => Some(name.clone()),
+            Source::Data { name, .. } => Some(name.clone()),
+            Source::Node { .. } => None,
+        };
+        let id = self.push_value(value.spec.clone(), value.source.clone());
+        self.names.extend(name.map(|name| (name, id)));
+        id
     }
 
     /// Initializes the persistent tensor `id` with the initial values of `parameter`. Both must be parts of tensors of

@@ -18,6 +18,7 @@
 
 mod analysis;
 mod dims;
+mod fully;
 mod rule;
 #[cfg(test)]
 mod tests;
@@ -38,6 +39,7 @@ use crate::ops::{
     Affine, Binary, BinaryKind, BroadcastAs, Cat, Collective, Contiguous, Embedding, Narrow, Reshape, Widen,
 };
 
+pub use self::fully::{FullSharing, FullySharded, can_be_gathered, fully_shard};
 pub use crate::rule::Rule;
 
 /// The ranks that divide tensors, and one of them.

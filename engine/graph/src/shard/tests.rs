@@ -17,12 +17,16 @@ use crate::reference::{Array, Reference, evaluate, stored};
 use crate::{Result, Tensor};
 
 const BATCH: usize = 2;
-const TOKENS: usize = 8;
-const VOCABULARY: usize = 11;
-const WIDTH: usize = 12;
+pub(super) const TOKENS: usize = 8;
+pub(super) const VOCABULARY: usize = 11;
+pub(super) const WIDTH: usize = 12;
 
 /// Evaluates the graphs of all ranks node by node. Returns the values of each rank.
-fn evaluate_together(graphs: &[&Graph], given: &[HashMap<String, Array>], stream: Stream) -> Vec<Vec<Array>> {
+pub(super) fn evaluate_together(
+    graphs: &[&Graph],
+    given: &[HashMap<String, Array>],
+    stream: Stream,
+) -> Vec<Vec<Array>> {
     let mut values: Vec<Vec<Option<Array>>> = graphs
         .iter()
         .zip(given)
@@ -97,16 +101,16 @@ fn evaluate_together(graphs: &[&Graph], given: &[HashMap<String, Array>], stream
 }
 
 /// A model's graph with its gradients.
-struct Recorded {
-    graph: Arc<Mutex<Graph>>,
+pub(super) struct Recorded {
+    pub graph: Arc<Mutex<Graph>>,
     tokens: ValueId,
-    loss: ValueId,
+    pub loss: ValueId,
     /// Names of parameters with their ids and gradients.
-    gradients: Vec<(String, ValueId, ValueId)>,
-    given: HashMap<String, Array>,
+    pub gradients: Vec<(String, ValueId, ValueId)>,
+    pub given: HashMap<String, Array>,
 }
 
-fn record(model: impl Fn(&VarBuilder, &Tensor, &Tensor) -> Result<Tensor>) -> Result<Recorded> {
+pub(super) fn record(model: impl Fn(&VarBuilder, &Tensor, &Tensor) -> Result<Tensor>) -> Result<Recorded> {
     record_in(Arc::new(Mutex::new(Graph::default())), model)
 }
 
@@ -215,7 +219,7 @@ fn check(recorded: &Recorded, ranks: usize, shares: Shares) -> (Vec<String>, Vec
 }
 
 /// A block of GPT with a fused projection of `heads` heads, and a feed-forward layer.
-fn gpt(vb: &VarBuilder, x: &Tensor, heads: usize) -> Result<Tensor> {
+pub(super) fn gpt(vb: &VarBuilder, x: &Tensor, heads: usize) -> Result<Tensor> {
     let size = WIDTH / heads;
     let h = layer_norm(WIDTH, 1e-5, vb.pp("norm1"))?.forward(x)?;
     let qkv = linear(WIDTH, 3 * WIDTH, vb.pp("qkv"))?.forward(&h)?;

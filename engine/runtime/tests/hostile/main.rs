@@ -18,8 +18,8 @@ use gapless_alloc::arena::Reserve;
 use gapless_alloc::{Label, Options, Role};
 use gapless_compile::recompute::RematPlan;
 use gapless_compile::{
-    BufferKind, CompileOptions, DynamicRows, Instr, InstrKind, Lowering, Operand, Output, Program, Target, compile,
-    lower,
+    BufferKind, CompileOptions, DynamicRows, Instr, InstrKind, Lowering, Operand, Output, Overlap, Program, Target,
+    compile, lower,
 };
 use gapless_graph::ops::Contiguous;
 use gapless_graph::{Graph, Phase, RowUse, Spec, ValueId, lock};
@@ -92,6 +92,7 @@ fn lower_and_run(graph: &Graph, total: ValueId, reserve: Reserve, micro_batches:
         .flat_map(|micro_batch| [Kind::Forward, Kind::Backward].map(|kind| Action::new(kind, 0, micro_batch)));
     let lowered = lower(&Lowering {
         evicts: false,
+        overlap: Overlap::default(),
         name: "hostile",
         graph,
         table: &[actions.collect()],

@@ -15,7 +15,7 @@ use super::small::{BATCH, SEQUENCE, Small, Style};
 use super::step::executable;
 use super::{gpu, host};
 use crate::autodiff::differentiate;
-use crate::compile::{CompileOptions, Executable, Lowering, Output, Target, compile, lower};
+use crate::compile::{CompileOptions, Executable, Lowering, Output, Overlap, Target, compile, lower};
 use crate::cuda::{CudaBackend, Device, Family, Launch};
 use crate::graph::{Graph, ValueId, lock};
 use crate::nn::{Init, VarBuilder};
@@ -61,6 +61,7 @@ impl Function {
     pub fn executable(&self, target: Target) -> Executable {
         let program = lower(&Lowering {
             evicts: false,
+            overlap: Overlap::default(),
             name: "function",
             graph: &lock(&self.graph),
             table: &[vec![Action::new(Kind::Forward, 0, 0), Action::new(Kind::Backward, 0, 0)]],

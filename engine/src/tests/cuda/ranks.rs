@@ -156,6 +156,19 @@ fn data_ranks_share_states() {
     }
 }
 
+/// Shard ranks gather parameters and sum gradients while they compute.
+#[test]
+fn shard_ranks_share_parameters() {
+    if !host::is_there() {
+        return;
+    }
+    for data in [1, 2] {
+        let mesh = Mesh { data, shard: 2, ..Mesh::default() };
+        let step = StepOptions { mesh, micro_batches: 2 / data, prefetch: 2, ..quick().step };
+        compare(&format!("{mesh:?}"), &TrainOptions { step, ..quick() }, |_| device(), Wide::new);
+    }
+}
+
 /// The profile of a rank's step covers all arithmetic of the rank's program, in the parts between messages.
 #[test]
 fn a_profile_of_a_rank_is_its_step() {

@@ -145,7 +145,7 @@ fn profiles() -> String {
 /// Compares the meshes of a number of ranks, and gives the run the best one.
 fn choose_mesh(arguments: &Arguments, run: &mut RunConfig, ranks: usize) -> anyhow::Result<MeshChoice> {
     if let Some(name) =
-        ["pipeline_ranks", "data_ranks", "expert_ranks"].into_iter().find(|name| arguments.run.has(name))
+        ["pipeline_ranks", "data_ranks", "shard_ranks", "expert_ranks"].into_iter().find(|name| arguments.run.has(name))
     {
         bail!("--ranks chooses the mesh; leave --{} out, or --ranks", name.replace('_', "-"));
     }
