@@ -41,7 +41,7 @@ mod sketch;
 mod timing;
 
 pub use choose::{LargestBatch, MeshChoice, MeshOption};
-pub use device::{CostModel, DeviceProfile, UnknownDevice};
+pub use device::{CostModel, DeviceProfile, Reach, UnknownDevice};
 pub use eager::{EagerError, EagerRun, ExpertRows, StartUp};
 pub use estimate::{Estimate, estimate};
 pub use expert_rows::RoutedRows;

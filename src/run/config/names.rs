@@ -7,7 +7,7 @@ use super::{ConfigError, ModelConfig};
 
 /// Short names and their keys. A flag of the command is a short name with dashes: `--micro-batches 4` means
 /// `--set step.micro_batches=4`.
-pub const NAMES: [(&str, &str); 31] = [
+pub const NAMES: [(&str, &str); 32] = [
     ("model", "model"),
     ("batch", "step.batch"),
     ("micro_batches", "step.micro_batches"),
@@ -18,6 +18,7 @@ pub const NAMES: [(&str, &str); 31] = [
     ("pipeline_ranks", "mesh.pipeline"),
     ("expert_ranks", "mesh.expert"),
     ("tensor_ranks", "mesh.tensor"),
+    ("sequence_parallel", "step.sequence_parallel"),
     ("schedule", "pipeline.schedule"),
     ("chunks", "pipeline.chunks"),
     ("cut", "pipeline.cut"),

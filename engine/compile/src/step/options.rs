@@ -430,9 +430,17 @@ impl StepOptions {
     /// Returns an error for the first setting that is refused, and the errors of [`Optimizer::check`].
     pub fn check(&self) -> Result<()> {
         self.check_values()?;
-        let Self { batch, micro_batches, memory, .. } = self;
+        let Self { batch, micro_batches, mesh, memory, .. } = self;
+        if mesh.tensor > 1 && mesh.expert > 1 {
+            let why = format!("is {}, with {} expert ranks", mesh.tensor, mesh.expert);
+            return Err(Error::config("mesh.tensor", why, "divide the experts by columns alone: set mesh.expert to 1"));
+        }
+        if self.sequence_parallel && mesh.tensor == 1 {
+            let why = "there is one tensor rank";
+            return Err(Error::config("step.sequence_parallel", why, "set mesh.tensor, or leave it out"));
+        }
         if !batch.is_multiple_of(self.parts()) {
-            let Mesh { data, expert, .. } = self.mesh;
+            let Mesh { data, expert, .. } = mesh;
             let ranks = match data * expert {
                 1 => String::new(),
                 _ => format!(" for each of {data} × {expert} ranks that share the batch"),
@@ -490,14 +498,6 @@ impl StepOptions {
         if mesh.context > 1 {
             let why = format!("is {}, but ranks cannot share the tokens of a sequence yet", mesh.context);
             return Err(Error::config("mesh.context", why, "set it to 1, and use mesh.data or mesh.tensor"));
-        }
-        if mesh.tensor > 1 && mesh.expert > 1 {
-            let why = format!("is {}, with {} expert ranks", mesh.tensor, mesh.expert);
-            return Err(Error::config("mesh.tensor", why, "divide the experts by columns alone: set mesh.expert to 1"));
-        }
-        if self.sequence_parallel && mesh.tensor == 1 {
-            let why = "there is one tensor rank";
-            return Err(Error::config("step.sequence_parallel", why, "set mesh.tensor, or leave it out"));
         }
         if batch.saturating_mul(*sequence) > Self::MAX_TOKENS {
             let why = format!(
