@@ -123,7 +123,7 @@ impl Step {
                 sketch.use_twice(&twice, &mut measured);
             }
         }
-        self.simulated(measured)
+        self.simulated(measured.with_once(&table))
     }
 
     /// Returns the sure bytes of each rank, which are a lower bound of its peak of live bytes. Sure bytes include

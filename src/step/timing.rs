@@ -182,8 +182,10 @@ pub(super) struct ActionDurations {
     pub recomputed: HashMap<Action, u64>,
     /// For each action, the time that is spent on copies to the offload file and from it.
     pub offloaded: HashMap<Action, u64>,
-    /// Work that a rank does once per step, but inside an action: the rank, the action, and the time.
+    /// Work that a rank does once per step, inside the last action of a kind: the rank, the action, and the time.
     pub early: Vec<(usize, Action, u64)>,
+    /// The same work by action, if the durations of only one micro-batch are known.
+    pub once: HashMap<Action, u64>,
     /// If the durations of only one micro-batch are known, this micro-batch. Its durations then apply to all
     /// micro-batches.
     pub all_as: Option<MicroBatch>,
@@ -191,7 +193,8 @@ pub(super) struct ActionDurations {
 
 impl Durations for ActionDurations {
     fn action(&self, action: Action) -> u64 {
-        self.actions.get(&self.representative_of(action)).copied().unwrap_or(0)
+        let [of_all, once] = [self.actions.get(&self.representative_of(action)), self.once.get(&action)];
+        of_all.into_iter().chain(once).sum()
     }
 
     fn transfer(&self, from: Action) -> u64 {
@@ -315,14 +318,23 @@ impl ActionDurations {
         measured
     }
 
-    /// Makes the durations of one micro-batch those of all. What a rank does once per step, as soon as its inputs are
-    /// complete, then counts as a part of the rank's update.
+    /// Makes the durations of one micro-batch those of all, without the work that a rank does once per step.
     pub(super) fn all_as(mut self, micro_batch: MicroBatch) -> Self {
-        for (rank, action, time) in std::mem::take(&mut self.early) {
-            self.updates[rank] += time;
-            *self.actions.entry(action).or_default() -= time;
+        for (_, action, time) in &self.early {
+            *self.actions.entry(*action).or_default() -= time;
         }
         Self { all_as: Some(micro_batch), ..self }
+    }
+
+    /// Adds the work that each rank does once per step to the last action of its kind in a table of actions.
+    pub(super) fn with_once(mut self, table: &[Vec<Action>]) -> Self {
+        for &(rank, Action { kind, stage, .. }, time) in &self.early {
+            let mut actions = table[rank].iter().rev();
+            if let Some(&last) = actions.find(|action| (action.kind, action.stage) == (kind, stage)) {
+                *self.once.entry(last).or_default() += time;
+            }
+        }
+        self
     }
 
     /// Returns the costs of a stage, which are the means over its actions.

@@ -474,7 +474,7 @@ fn a_number_of_ranks_is_made_a_mesh() {
 /// because their number is given.
 #[test]
 fn a_mesh_may_fit_only_with_recomputation() {
-    let step = "--planning 100000 --ranks 2 --batch 64 --micro-batches 2 --rank 1 --profile card.toml";
+    let step = "--planning 100000 --ranks 2 --batch 80 --micro-batches 2 --rank 1 --profile card.toml";
     let (code, out, err) = ask(step);
     assert_eq!(code, Some(0), "{out}{err}");
     assert!(out.contains("no mesh fits without recomputation; these plans have --budget 300MiB"), "{out}{err}");
