@@ -33,7 +33,7 @@ use serde_json::json;
 #[cfg(feature = "sweep")]
 pub(crate) use check::refused;
 pub use data::{DataConfig, SourceConfig};
-pub use estimate::{EstimateConfig, Lowering};
+pub use estimate::{EstimateConfig, Lowering, MegatronConfig};
 pub use expert_load::{ExpertLoad, RecordedLoad};
 pub use learning_rate::{RateConfig, RateShape};
 pub use model::ModelConfig;
