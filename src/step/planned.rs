@@ -236,7 +236,7 @@ fn check_lowering(run: &RunConfig, architecture: &Architecture) -> Result<(), Co
             refuse("estimate.megatron.optimizer_ranks", "is 0, but at least one rank has the states")
         }
         Lowering::Eager | Lowering::EagerAmp if run.mesh.tensor > 1 => {
-            refuse("mesh.tensor", "only megatron has tensor ranks, is not supported")
+            refuse("mesh.tensor", "is supported by megatron alone")
         }
         Lowering::EagerAmp if run.step.precision != Precision::Bf16 => {
             refuse("step.precision", "autocast requires bf16")

@@ -159,3 +159,80 @@ impl Autograd {
         op.output(losses, move |t, _| vec![Some(t.new_tensor(elements, width, dtype))])
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use crate::run::RunConfig;
+    use crate::step::{EagerBytes, Step};
+
+    const TOKENS: u64 = 2 * 128;
+    const WIDTH: u64 = 256;
+    const HEADS: u64 = 4;
+
+    fn bytes(layers: u64, keys: &str) -> EagerBytes {
+        let text = format!(
+            "[model.gpt]\nvocabulary = 8100\nsequence = 128\nlayers = {layers}\nheads = {HEADS}\nwidth = {WIDTH}\ndropout = 0.1\n\
+             [step]\nbatch = 2\nsequence = 128\nprecision = \"bf16\"\n[estimate]\nlowering = \"megatron\"\n"
+        );
+        let keys: Vec<String> = keys.split_whitespace().map(str::to_owned).collect();
+        let step = Step::new(&RunConfig::parse(&text, &keys).unwrap()).unwrap();
+        step.eager_bytes(&step.record().unwrap(), 0).unwrap()
+    }
+
+    /// The activations that a layer keeps are those of Korthikanti et al. (arXiv 2205.05198, equations 1 to 4), and what
+    /// they leave out: two statistics for each row of a norm, and for flash attention one for each row and head.
+    #[test]
+    fn a_layer_keeps_what_the_formulas_say() {
+        let elements = TOKENS * WIDTH;
+        let scores = HEADS * 128 * TOKENS;
+        for tensor in [1, 2, 4] {
+            for (sequence_parallel, unfused) in [(false, false), (false, true), (true, false), (true, true)] {
+                if sequence_parallel && tensor == 1 {
+                    continue;
+                }
+                let keys = format!(
+                    "mesh.tensor={tensor} step.sequence_parallel={sequence_parallel} estimate.megatron.unfused_attention={unfused}"
+                );
+                let [less, more] = [2, 3].map(|layers| bytes(layers, &keys));
+                let whole = if sequence_parallel { tensor } else { 1 };
+                let formula =
+                    elements * 10 / whole + elements * 24 / tensor + if unfused { 5 * scores / tensor } else { 0 };
+                let statistics = 16 * TOKENS / whole + if unfused { 0 } else { 4 * HEADS * TOKENS / tensor + 24 };
+                let kept = (more.peak - more.states) - (less.peak - less.states);
+                assert_eq!(kept, formula + statistics, "{keys}");
+            }
+        }
+    }
+
+    /// Bytes per parameter: arXiv 1910.02054, section 3.1, with gradients in f32 in bf16 and copied to f32 in fp16.
+    #[test]
+    fn states_have_known_bytes_per_parameter() {
+        // 8,100 tokens are padded to a multiple of 128.
+        let parameters = 8192 * WIDTH + 128 * WIDTH + 2 * (12 * WIDTH * WIDTH + 13 * WIDTH) + 2 * WIDTH;
+        for (keys, per_parameter) in [
+            ("", 18),
+            ("mesh.data=2", 12),
+            ("mesh.data=2 estimate.megatron.optimizer_ranks=1", 18),
+            ("estimate.megatron.fp16=true", 20),
+            ("mesh.data=2 estimate.megatron.fp16=true", 12),
+        ] {
+            assert_eq!(bytes(2, keys).states, parameters * per_parameter, "{keys}");
+        }
+    }
+
+    #[test]
+    fn what_megatron_does_not_do_is_refused() {
+        let refuse = |keys: &[&str], words: &str| {
+            let keys: Vec<String> = keys.iter().map(|&key| key.to_owned()).collect();
+            let text = "model = \"small\"\nstep = { sequence = 16 }\n";
+            let error =
+                RunConfig::parse(text, &keys).and_then(|run| Step::new(&run).map(drop)).unwrap_err().to_string();
+            assert!(error.contains(words), "{error}");
+        };
+        refuse(&["estimate.lowering=megatron"], "step.precision: megatron requires bf16");
+        let bf16 = ["estimate.lowering=megatron", "step.precision=bf16"];
+        refuse(&[&bf16[..], &["model=mixtral8x7b"]].concat(), "megatron has no experts");
+        refuse(&[&bf16[..], &["estimate.megatron.optimizer_ranks=0"]].concat(), "optimizer_ranks: is 0");
+        refuse(&["estimate.lowering=eager", "mesh.tensor=2"], "mesh.tensor: is supported by megatron alone");
+    }
+}
