@@ -522,6 +522,8 @@ impl<'g> Run<'g> {
         };
         let operands = || Some([value(0)?, value(1)?, value(2)?]);
         let made = match node.op.name() {
+            // A bias is added without a copy of it for each row.
+            "broadcast_as" if self.graph.value(node.inputs[0]).spec.dims().len() == 1 => x,
             // The sum is written over the summand.
             "all_reduce" => x,
             "all_gather" => autograd.gather(&x, ranks),
