@@ -168,6 +168,11 @@ const TABLES: &[(&str, &str, Source)] = &[
         "| load | allocator",
         Printed("gapless sweep specs/qwen-moe.toml", "src/bin/gapless/sweep.rs", Minutes),
     ),
+    (
+        "docs/published_bytes.md",
+        "| case | tensor",
+        Compared("examples/published_bytes.rs", "states_and_peaks_are_those_of_the_page"),
+    ),
     ("docs/weights_and_data.md", "| data | rows", Stated("docs/weights_and_data.md")),
 ];
 

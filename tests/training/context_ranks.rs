@@ -1,7 +1,7 @@
 //! Sequences whose tokens are divided among ranks give the results of one rank.
 
-use gapless::models::MoeStyle;
 use gapless::Mesh;
+use gapless::models::MoeStyle;
 use gapless_testing::in_turn;
 
 use crate::common::{Kind, TinyRun};

@@ -126,8 +126,9 @@ pub fn close(outcome: &Outcome, expected: &Outcome, what: &str) {
 /// relative: to the number, or to the norm of the tensor.
 fn within(outcome: &Outcome, expected: &Outcome, (of_gradients, of_others): (f64, f64), what: &str) {
     let pairs = outcome.losses.iter().zip(&expected.losses).chain(outcome.norms.iter().zip(&expected.norms));
-    for (a, b) in pairs {
-        assert!(f64::from((a - b).abs()) <= of_gradients * f64::from(b.abs()), "{what}: {a} instead of {b}");
+    for (at, (a, b)) in pairs.enumerate() {
+        let is_close = f64::from((a - b).abs()) <= of_gradients * f64::from(b.abs());
+        assert!(is_close, "{what}: loss or norm {at} is {a} instead of {b}");
     }
     assert!(outcome.watched == expected.watched, "{what}: {:?} instead of {:?}", outcome.watched, expected.watched);
     assert!(outcome.tensors.keys().eq(expected.tensors.keys()), "{what}");

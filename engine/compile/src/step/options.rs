@@ -466,7 +466,11 @@ impl StepOptions {
     /// Returns an error for the first setting that is refused, and the errors of [`Optimizer::check`].
     pub fn check(&self) -> Result<()> {
         self.check_values()?;
-        let Self { batch, micro_batches, memory, .. } = self;
+        let Self { batch, micro_batches, mesh, memory, .. } = self;
+        if self.sequence_parallel && mesh.tensor == 1 {
+            let why = "there is one tensor rank";
+            return Err(Error::config("step.sequence_parallel", why, "set mesh.tensor, or leave it out"));
+        }
         if !batch.is_multiple_of(self.parts()) {
             let ranks = match self.parts() / micro_batches {
                 1 => String::new(),
@@ -535,10 +539,6 @@ impl StepOptions {
                 why,
                 "choose a sequence that is a multiple of twice the context ranks",
             ));
-        }
-        if self.sequence_parallel && mesh.tensor == 1 {
-            let why = "there is one tensor rank";
-            return Err(Error::config("step.sequence_parallel", why, "set mesh.tensor, or leave it out"));
         }
         if ![2, 3].contains(&self.zero_stage) {
             let why = format!("is {}", self.zero_stage);
