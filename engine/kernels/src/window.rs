@@ -154,21 +154,7 @@ impl Window {
     /// Returns the places of the window's elements in the form that kernels compute with, or `None` if the window does
     /// not have this form: its runs of elements must be of one length, at distances that are equal or alternate.
     pub fn spread(&self) -> Option<Spread> {
-        // Runs that touch may be joined, so a run may stand for several.
-        let inner = self.runs().map(|run| run.len()).min().unwrap_or(1).max(1);
-        if self.runs().any(|run| !run.len().is_multiple_of(inner)) {
-            return None;
-        }
-        let mut starts = self.runs().flat_map(|run| run.step_by(inner));
-        let start = starts.next().unwrap_or(0);
-        let mut before = start;
-        let mut distances = starts.map(|start| start - std::mem::replace(&mut before, start));
-        let near = distances.next().unwrap_or(0);
-        let far = distances.next().unwrap_or(near);
-        // The distance behind the far one is the near one again.
-        let alternates = distances.enumerate().all(|(at, distance)| distance == [near, far][at % 2]);
-        let elements = self.whole.iter().product();
-        alternates.then(|| Spread { start, inner, near, stride: near + far, elements })
+        Spread::of(self.runs(), self.whole.iter().product())
     }
 
     /// Returns the index in the whole tensor, in row-major order, of the element with index `at` in the window.
@@ -189,7 +175,7 @@ impl Window {
     /// Returns the runs of elements that are contiguous in the whole tensor, in the order of the window: for each run,
     /// the range of its elements' indices in the whole tensor, in row-major order. Adjacent runs are joined where whole
     /// dimensions allow it, not in general.
-    pub fn runs(&self) -> impl Iterator<Item = Range<usize>> + '_ {
+    pub fn runs(&self) -> impl Iterator<Item = Range<usize>> + Clone + '_ {
         // The last dimension that is not whole, and the number of elements below each of its indices.
         let cut = self.held.iter().zip(&self.whole).rposition(|(ranges, &extent)| total(ranges) != extent);
         let inner: usize = self.whole[cut.map_or(0, |dim| dim + 1)..].iter().product();
@@ -252,6 +238,31 @@ impl Spread {
         Self { start: 0, inner: elements.max(1), near: 0, stride: 0, elements }
     }
 
+    /// Returns the places of these runs of elements, or `None` if they do not have this form.
+    fn of(runs: impl Iterator<Item = Range<usize>> + Clone, elements: usize) -> Option<Self> {
+        // Runs that touch may be joined, so a run may stand for several.
+        let inner = runs.clone().map(|run| run.len()).min().unwrap_or(1).max(1);
+        if runs.clone().any(|run| !run.len().is_multiple_of(inner)) {
+            return None;
+        }
+        let mut starts = runs.flat_map(|run| run.step_by(inner));
+        let start = starts.next().unwrap_or(0);
+        let mut before = start;
+        let mut distances = starts.map(|start| start.wrapping_sub(std::mem::replace(&mut before, start)));
+        let near = distances.next().unwrap_or(0);
+        let far = distances.next().unwrap_or(near);
+        // The distance behind the far one is the near one again.
+        let alternates = distances.enumerate().all(|(at, distance)| distance == [near, far][at % 2]);
+        alternates.then(|| Self { start, inner, near, stride: near.wrapping_add(far), elements })
+    }
+
+    /// Returns the places in the whole tensor of the elements in a window of the part, or `None` if they do not have this
+    /// form.
+    pub fn part(self, window: &Window) -> Option<Self> {
+        let runs = window.runs().flat_map(move |run| self.runs(run));
+        Self::of(runs.map(|(run, first)| first..first + run.len()), self.elements)
+    }
+
     /// Returns the index in the whole tensor of the part's element `at`.
     pub fn index(self, at: usize) -> usize {
         let (run, within) = (at / self.inner, at % self.inner);
@@ -260,7 +271,7 @@ impl Spread {
 
     /// Divides a range of the part's elements into runs that are contiguous in the whole tensor. For each run, returns
     /// its elements, counted from the start of `range`, and the index of its first element in the whole tensor.
-    pub fn runs(self, range: Range<usize>) -> impl Iterator<Item = (Range<usize>, usize)> {
+    pub fn runs(self, range: Range<usize>) -> impl Iterator<Item = (Range<usize>, usize)> + Clone {
         let mut at = range.start;
         std::iter::from_fn(move || {
             (at < range.end).then(|| {

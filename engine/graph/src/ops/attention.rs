@@ -112,9 +112,9 @@ impl Attention {
 
     /// Returns the attention of the queries in this window, [batch, heads, tokens, ..].
     pub(super) fn of_queries(&self, queries: &Window) -> Self {
-        Self {
-            places: Self::fold(queries).filter(|_| self.causal && queries.dims()[2] < queries.whole_dims()[2]),
-            ..*self
+        match queries.dims()[2] < queries.whole_dims()[2] {
+            true => Self { places: Self::fold(queries).filter(|_| self.causal), ..*self },
+            false => *self,
         }
     }
 

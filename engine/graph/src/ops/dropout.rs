@@ -40,6 +40,11 @@ fn threshold(p: f64) -> u64 {
     (p * (1u64 << 53) as f64) as u64
 }
 
+/// Returns the places of the elements in a window of a tensor, which may be a part of another one.
+pub(super) fn places(part: Option<Spread>, window: &Window) -> Option<Spread> {
+    part.map_or_else(|| window.spread(), |part| part.part(window))
+}
+
 /// Returns the expression of the index with which an element of a fused kernel draws its random number, and appends the
 /// constants in it to `constants`.
 pub(super) fn drawn_index(part: Option<Spread>, constants: &mut Vec<Constant>) -> String {
@@ -63,11 +68,11 @@ impl Op for Dropout {
     }
 
     fn runs_on(&self, inputs: &[Window]) -> bool {
-        inputs[0].spread().is_some()
+        places(self.part, &inputs[0]).is_some()
     }
 
     fn on_parts(&self, inputs: &[Window], _: &[Window]) -> Option<Arc<dyn Op>> {
-        Some(Arc::new(Self { part: inputs[0].spread(), ..*self }))
+        Some(Arc::new(Self { part: places(self.part, &inputs[0]), ..*self }))
     }
 
     fn gradient(&self, g: &mut Gradient) -> Result<()> {

@@ -6,7 +6,7 @@ use gapless_kernels::cpu::{Args, BLOCK, InPieces, Pieces, vectorize};
 use gapless_kernels::{Spec, Spread, Window};
 
 use crate::error::Result;
-use crate::ops::dropout::drawn_index;
+use crate::ops::dropout::{drawn_index, places};
 use crate::reference::{Array, Reference};
 use crate::tensor::Tensor;
 use crate::{Gradient, Op};
@@ -48,11 +48,11 @@ impl Op for Jitter {
     }
 
     fn runs_on(&self, inputs: &[Window]) -> bool {
-        inputs[0].spread().is_some()
+        places(self.part, &inputs[0]).is_some()
     }
 
     fn on_parts(&self, inputs: &[Window], _: &[Window]) -> Option<Arc<dyn Op>> {
-        Some(Arc::new(Self { part: inputs[0].spread(), ..*self }))
+        Some(Arc::new(Self { part: places(self.part, &inputs[0]), ..*self }))
     }
 
     fn gradient(&self, g: &mut Gradient) -> Result<()> {

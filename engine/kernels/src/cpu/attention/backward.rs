@@ -240,8 +240,8 @@ impl<T: Factor> Task<'_, T> {
             let begin = job.first_key_of(operands.starts, batch, rows.clone());
             for (i, query) in rows.clone().enumerate() {
                 let visible = seen(query);
-                let probabilities = from_raw_parts_mut(probabilities.add(i * ROW_STRIDE), padded(visible));
-                let gradients = from_raw_parts_mut(gradients.add(i * ROW_STRIDE), padded(visible));
+                let probabilities = from_raw_parts_mut(probabilities.add(i * ROW_STRIDE), padded(columns));
+                let gradients = from_raw_parts_mut(gradients.add(i * ROW_STRIDE), padded(columns));
                 let delta = row_kernels.dot(out.at(query), dout.at(query), of_v);
                 let (scale, delta) = match job.cap {
                     None => (job.scale, delta),

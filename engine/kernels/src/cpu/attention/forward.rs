@@ -223,12 +223,12 @@ impl<T: Factor> Task<'_, T> {
         out: Head<f32>,
     ) {
         let &Self { job, operands, batch, .. } = self;
-        let row_kernels = self.instructions.rows;
+        let (row_kernels, columns) = (self.instructions.rows, self.seen(rows.end - 1, block));
         for (i, query) in rows.enumerate() {
             let visible = self.seen(query, block);
             // SAFETY: as in `panel`.
             unsafe {
-                let row = from_raw_parts_mut(scores.add(i * ROW_STRIDE), padded(visible));
+                let row = from_raw_parts_mut(scores.add(i * ROW_STRIDE), padded(columns));
                 let hidden = job.first_key(operands.starts, batch, query).saturating_sub(block.keys.start);
                 if hidden >= visible {
                     row.fill(0.0);

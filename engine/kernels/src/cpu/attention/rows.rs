@@ -14,8 +14,8 @@ use crate::cpu::simd::Level;
 /// The number of partial sums of a row. It is the same on every level, so the order of summation is the same too.
 const LANES: usize = 16;
 
-/// Returns the length that must be initialized of a row that sees `visible` keys. It covers every panel of 12 keys,
-/// as the transpose reads them, that contains a visible key.
+/// Returns the length that must be initialized of the rows of a panel of queries, the last of which sees `visible` keys. It
+/// covers every panel of 12 keys, as the transpose reads them, that contains a visible key.
 pub(super) fn padded(visible: usize) -> usize {
     (visible + 12).next_multiple_of(LANES)
 }
