@@ -4,7 +4,7 @@
 use gapless_engine::LossTerms;
 use gapless_engine::kernels::cpu::quantized::{Format, OwnedScales, Rounding, quantize};
 use gapless_engine::ops::{
-    Attention, CrossEntropy, LinearCrossEntropy, QuantizedWeight, Rope, RopeScaling, WeightNorm,
+    Attention, CrossEntropy, LinearCrossEntropy, QuantizedWeight, Rope, RopeScaling, WeightSquares,
 };
 use gapless_engine::{DType, Result, Tensor, gradient_check};
 
@@ -84,12 +84,12 @@ fn quantized_weights() {
             check(&[&[2, inputs], &[outputs, 2], &[3, outputs]], |x| {
                 let stored = stored(&weight, &x[0])?;
                 let inputs: Vec<&Tensor> = x[..2].iter().chain(&stored).collect();
-                let [norm] = Tensor::apply_op(WeightNorm { scale: 0.5, quantized: Some(weight) }, &inputs)?;
+                let [norm] = Tensor::apply_op(WeightSquares { scale: 0.5, quantized: Some(weight) }, &inputs)?;
                 x[2].broadcast_mul(&norm)
             });
         }
         check(&[&[2, inputs], &[outputs, 2], &[outputs, inputs], &[3, outputs]], |x| {
-            let [norm] = Tensor::apply_op(WeightNorm { scale: 0.5, quantized: None }, &[&x[0], &x[1], &x[2]])?;
+            let [norm] = Tensor::apply_op(WeightSquares { scale: 0.5, quantized: None }, &[&x[0], &x[1], &x[2]])?;
             x[3].broadcast_mul(&norm)
         });
     }

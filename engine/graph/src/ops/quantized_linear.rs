@@ -5,15 +5,17 @@
 //! [`Linear`](super::Linear) layer with the dequantized weight.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use candle_core::DType;
-use gapless_kernels::Spec;
 use gapless_kernels::cpu::gemm::{Epilogue, Factor, Gemm, Mode, Strides};
 use gapless_kernels::cpu::quantized::{BLOCK, Format, Matrix, NESTED_BLOCK, NF4, Rounding, Scales, dynamic_map};
 use gapless_kernels::cpu::{Args, scratch, with_float};
+use gapless_kernels::{Spec, Window};
 
 use crate::error::{Error, Result};
 use crate::reference::{Array, Reference};
+use crate::rule::Rule;
 use crate::tensor::Tensor;
 use crate::{Gradient, Op};
 
@@ -48,6 +50,23 @@ impl QuantizedWeight {
             }
         };
         [vec![codes(self.format.code_bytes(elements))], scales].concat()
+    }
+
+    /// Returns the labels of the columns and, for a rule, those of [`Self::stored`], in which rows are `o`. Columns are divided
+    /// by blocks. Returns `None` if parts of the weight are not stored as a weight is: blocks that span rows, and scales of
+    /// scales, whose blocks do.
+    pub(super) fn labels(&self) -> Option<(&'static str, &'static str)> {
+        match self.format {
+            Format::Int8 => Some(("i", "(o i), o")),
+            Format::Nf4 { is_double: false } if self.inputs.is_multiple_of(BLOCK) => Some(("(b L)", "(o b C), (o b)")),
+            Format::Nf4 { .. } => None,
+        }
+    }
+
+    /// Returns the part of the weight with the rows of a tensor [.., out] and the columns of one [.., in].
+    pub(super) fn on_parts(&self, outputs: &Window, inputs: &Window) -> Self {
+        let last = |window: &Window| window.dims().last().copied().expect("rank was checked");
+        Self { outputs: last(outputs), inputs: last(inputs), ..*self }
     }
 
     /// Returns the weight in the inputs of an operation from `first` on.
@@ -112,6 +131,21 @@ pub struct QuantizedLinear {
 impl Op for QuantizedLinear {
     fn name(&self) -> &'static str {
         "quantized_linear"
+    }
+
+    fn rule(&self, _: &[Spec], _: &[Spec]) -> Option<Rule> {
+        let (columns, stored) = self.weight.labels()?;
+        let bias = if self.has_bias { ", o" } else { "" };
+        Some(Rule::Labels(format!("* {columns}, {stored}{bias} -> * o").into()))
+    }
+
+    fn on_parts(&self, inputs: &[Window], outputs: &[Window]) -> Option<Arc<dyn Op>> {
+        Some(Arc::new(Self { weight: self.weight.on_parts(&outputs[0], &inputs[0]), ..*self }))
+    }
+
+    fn without_bias(&self) -> Option<(usize, Arc<dyn Op>)> {
+        let bias = 1 + self.weight.stored().len();
+        self.has_bias.then(|| (bias, Arc::new(Self { has_bias: false, ..*self }) as Arc<dyn Op>))
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
@@ -188,6 +222,15 @@ struct QuantizedLinearGradInput(QuantizedWeight);
 impl Op for QuantizedLinearGradInput {
     fn name(&self) -> &'static str {
         "quantized_linear_grad_input"
+    }
+
+    fn rule(&self, _: &[Spec], _: &[Spec]) -> Option<Rule> {
+        let (columns, stored) = self.0.labels()?;
+        Some(Rule::Labels(format!("* o, {stored} -> * {columns}").into()))
+    }
+
+    fn on_parts(&self, inputs: &[Window], outputs: &[Window]) -> Option<Arc<dyn Op>> {
+        Some(Arc::new(Self(self.0.on_parts(&inputs[0], &outputs[0]))))
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {

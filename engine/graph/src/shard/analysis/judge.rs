@@ -5,6 +5,7 @@ use std::path::Path;
 use std::sync::{Arc, Mutex};
 
 use candle_core::{D, DType, Layout};
+use gapless_kernels::cpu::quantized::{Format, Rounding};
 use gapless_kernels::{LossTerms, Numbers, Spec, Stream, Window};
 use gapless_parallel::Axes;
 
@@ -18,20 +19,17 @@ use crate::reference::{Array, Reference, evaluate};
 use crate::{Result, Tensor};
 
 /// The operations without a rule: those of collectives and compressed activations, which come after the pass,
-/// those of quantized and of decomposed weights, and the bookkeeping of routed rows, whose elements are indices of all tokens and rows.
-const UNRULED: [&str; 12] = [
+/// and the bookkeeping of routed rows, whose elements are indices of all tokens and rows.
+const UNRULED: [&str; 9] = [
     "Collective",
     "Compress",
     "Expand",
     "HeadStatistics",
-    "QuantizedLinear",
-    "QuantizedLinearGradInput",
     "Route",
     "RunLengths",
     "RunStarts",
     "SlotWeights",
     "SlotWeightsGrad",
-    "WeightNorm",
 ];
 
 #[test]
@@ -299,6 +297,7 @@ fn cases(judge: &mut Judge) -> Result<()> {
     products_and_norms(judge)?;
     attention(judge)?;
     lookups_and_losses(judge)?;
+    adapted_weights(judge)?;
     experts(judge)
 }
 
@@ -343,6 +342,27 @@ fn products_and_norms(judge: &mut Judge) -> Result<()> {
     judge.check(&[&[2, 3, 5], &[5], &[5]], &[], |x, _| {
         x[0].layer_norm(&x[1], &x[2], 1e-5)?.add(&x[0].rms_norm(&x[1], 1e-5)?)
     })
+}
+
+/// Weights of adapters, plain and quantized, which have two blocks of columns.
+fn adapted_weights(judge: &mut Judge) -> Result<()> {
+    judge.check(&[&[2, 5], &[4, 2], &[4, 5]], &[], |x, _| {
+        let [squares] = Tensor::apply_op(WeightSquares { scale: 0.5, quantized: None }, &[&x[0], &x[1], &x[2]])?;
+        squares.mul(&x[2].sum(1)?)
+    })?;
+    for format in [Format::Int8, Format::Nf4 { is_double: false }] {
+        let weight = QuantizedWeight { outputs: 4, inputs: 128, format, rounding: Rounding::None };
+        let scales = weight.stored()[1].elements();
+        judge.check(&[&[3, 128], &[2, 128], &[4, 2], &[scales], &[4]], &[], |x, _| {
+            let codes: Vec<u8> = (0..weight.stored()[0].elements()).map(|i| (i * i % 251) as u8).collect();
+            let stored = [Tensor::from_vec(codes.clone(), codes.len(), x[0].device())?, x[3].detach()];
+            let y = x[0].quantized_linear(weight, &stored, Some(&x[4].detach()))?;
+            let inputs = [&x[1], &x[2], &stored[0], &stored[1]];
+            let [squares] = Tensor::apply_op(WeightSquares { scale: 0.5, quantized: Some(weight) }, &inputs)?;
+            y.broadcast_mul(&squares)
+        })?;
+    }
+    Ok(())
 }
 
 fn attention(judge: &mut Judge) -> Result<()> {
