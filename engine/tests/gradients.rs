@@ -79,7 +79,7 @@ fn stored(weight: &QuantizedWeight, x: &Tensor) -> Result<Vec<Tensor>> {
 fn quantized_weights() {
     for (outputs, inputs) in [(5, 24), (7, 9), (300, 8)] {
         for format in [Format::Int8, Format::Nf4 { is_double: false }, Format::Nf4 { is_double: true }] {
-            let weight = QuantizedWeight { outputs, inputs, format, rounding: Rounding::None };
+            let weight = QuantizedWeight { outputs, inputs, format, rounding: Rounding::None, blocks: None };
             check(&[&[2, 3, inputs]], |x| x[0].quantized_linear(weight, &stored(&weight, &x[0])?, None));
             check(&[&[2, inputs], &[outputs, 2], &[3, outputs]], |x| {
                 let stored = stored(&weight, &x[0])?;

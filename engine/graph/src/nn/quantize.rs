@@ -72,7 +72,7 @@ impl Quantize {
                 (Format::Nf4 { is_double: self.double }, rounding)
             }
         };
-        QuantizedWeight { outputs, inputs, format, rounding }
+        QuantizedWeight { outputs, inputs, format, rounding, blocks: None }
     }
 
     /// True if the layer with this path is not quantized.

@@ -49,8 +49,12 @@ impl Op for WeightSquares {
         }
     }
 
+    fn runs_on(&self, inputs: &[Window]) -> bool {
+        self.quantized.is_none_or(|weight| weight.runs_on(inputs, WEIGHT))
+    }
+
     fn on_parts(&self, inputs: &[Window], outputs: &[Window]) -> Option<Arc<dyn Op>> {
-        let weight = self.quantized?.on_parts(&outputs[0], &inputs[0]);
+        let weight = self.quantized?.on_parts(&outputs[0], &inputs[0], &inputs[WEIGHT..]);
         Some(Arc::new(Self { quantized: Some(weight), ..*self }))
     }
 

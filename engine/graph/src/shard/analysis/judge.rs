@@ -350,14 +350,20 @@ fn adapted_weights(judge: &mut Judge) -> Result<()> {
         let [squares] = Tensor::apply_op(WeightSquares { scale: 0.5, quantized: None }, &[&x[0], &x[1], &x[2]])?;
         squares.mul(&x[2].sum(1)?)
     })?;
-    for format in [Format::Int8, Format::Nf4 { is_double: false }] {
-        let weight = QuantizedWeight { outputs: 4, inputs: 128, format, rounding: Rounding::None };
-        let scales = weight.stored()[1].elements();
-        judge.check(&[&[3, 128], &[2, 128], &[4, 2], &[scales], &[4]], &[], |x, _| {
-            let codes: Vec<u8> = (0..weight.stored()[0].elements()).map(|i| (i * i % 251) as u8).collect();
-            let stored = [Tensor::from_vec(codes.clone(), codes.len(), x[0].device())?, x[3].detach()];
-            let y = x[0].quantized_linear(weight, &stored, Some(&x[4].detach()))?;
-            let inputs = [&x[1], &x[2], &stored[0], &stored[1]];
+    for format in [Format::Int8, Format::Nf4 { is_double: false }, Format::Nf4 { is_double: true }] {
+        let weight = QuantizedWeight { outputs: 200, inputs: 128, format, rounding: Rounding::None, blocks: None };
+        judge.check(&[&[3, 128], &[2, 128], &[200, 2], &[200]], &[], |x, _| {
+            let stored = weight.stored().into_iter().enumerate().map(|(seed, spec)| {
+                let number = |i: usize| (i * i + seed) % 251;
+                let (count, device) = (spec.elements(), x[0].device());
+                match spec.dtype {
+                    DType::U8 => Tensor::from_vec((0..count).map(|i| number(i) as u8).collect(), count, device),
+                    _ => Tensor::from_vec((0..count).map(|i| number(i) as f32 / 251.0).collect(), count, device),
+                }
+            });
+            let stored = stored.collect::<Result<Vec<Tensor>>>()?;
+            let y = x[0].quantized_linear(weight, &stored, Some(&x[3].detach()))?;
+            let inputs: Vec<&Tensor> = x[1..3].iter().chain(&stored).collect();
             let [squares] = Tensor::apply_op(WeightSquares { scale: 0.5, quantized: Some(weight) }, &inputs)?;
             y.broadcast_mul(&squares)
         })?;
