@@ -84,13 +84,13 @@ fn quantized_weights() {
             check(&[&[2, inputs], &[outputs, 2], &[3, outputs]], |x| {
                 let stored = stored(&weight, &x[0])?;
                 let inputs: Vec<&Tensor> = x[..2].iter().chain(&stored).collect();
-                let [norm] = Tensor::apply_op(WeightSquares { scale: 0.5, quantized: Some(weight) }, &inputs)?;
-                x[2].broadcast_mul(&norm)
+                let [squares] = Tensor::apply_op(WeightSquares { scale: 0.5, quantized: Some(weight) }, &inputs)?;
+                x[2].broadcast_mul(&squares.sqrt()?.to_dtype(x[0].dtype())?)
             });
         }
         check(&[&[2, inputs], &[outputs, 2], &[outputs, inputs], &[3, outputs]], |x| {
-            let [norm] = Tensor::apply_op(WeightSquares { scale: 0.5, quantized: None }, &[&x[0], &x[1], &x[2]])?;
-            x[3].broadcast_mul(&norm)
+            let [squares] = Tensor::apply_op(WeightSquares { scale: 0.5, quantized: None }, &[&x[0], &x[1], &x[2]])?;
+            x[3].broadcast_mul(&squares.sqrt()?.to_dtype(x[0].dtype())?)
         });
     }
 }
