@@ -4,7 +4,7 @@
 use gapless_engine::LossTerms;
 use gapless_engine::kernels::cpu::quantized::{Format, OwnedScales, Rounding, quantize};
 use gapless_engine::ops::{
-    Attention, CrossEntropy, LinearCrossEntropy, QuantizedWeight, Rope, RopeScaling, WeightNorm,
+    Attention, CrossEntropy, LinearCrossEntropy, QuantizedWeight, Rope, RopeScaling, WeightSquares,
 };
 use gapless_engine::{DType, Result, Tensor, gradient_check};
 
@@ -79,18 +79,18 @@ fn stored(weight: &QuantizedWeight, x: &Tensor) -> Result<Vec<Tensor>> {
 fn quantized_weights() {
     for (outputs, inputs) in [(5, 24), (7, 9), (300, 8)] {
         for format in [Format::Int8, Format::Nf4 { is_double: false }, Format::Nf4 { is_double: true }] {
-            let weight = QuantizedWeight { outputs, inputs, format, rounding: Rounding::None };
+            let weight = QuantizedWeight { outputs, inputs, format, rounding: Rounding::None, blocks: None };
             check(&[&[2, 3, inputs]], |x| x[0].quantized_linear(weight, &stored(&weight, &x[0])?, None));
             check(&[&[2, inputs], &[outputs, 2], &[3, outputs]], |x| {
                 let stored = stored(&weight, &x[0])?;
                 let inputs: Vec<&Tensor> = x[..2].iter().chain(&stored).collect();
-                let [norm] = Tensor::apply_op(WeightNorm { scale: 0.5, quantized: Some(weight) }, &inputs)?;
-                x[2].broadcast_mul(&norm)
+                let [squares] = Tensor::apply_op(WeightSquares { scale: 0.5, quantized: Some(weight) }, &inputs)?;
+                x[2].broadcast_mul(&squares.sqrt()?.to_dtype(x[0].dtype())?)
             });
         }
         check(&[&[2, inputs], &[outputs, 2], &[outputs, inputs], &[3, outputs]], |x| {
-            let [norm] = Tensor::apply_op(WeightNorm { scale: 0.5, quantized: None }, &[&x[0], &x[1], &x[2]])?;
-            x[3].broadcast_mul(&norm)
+            let [squares] = Tensor::apply_op(WeightSquares { scale: 0.5, quantized: None }, &[&x[0], &x[1], &x[2]])?;
+            x[3].broadcast_mul(&squares.sqrt()?.to_dtype(x[0].dtype())?)
         });
     }
 }

@@ -3,15 +3,15 @@
 use std::collections::BTreeMap;
 use std::ops::ControlFlow;
 
-use gapless::models::MoeStyle;
-use gapless::nn::Preference;
+use gapless::models::{Llama, LlamaConfig, MoeStyle};
+use gapless::nn::{Preference, VarBuilder};
 use gapless::{
-    AdamW, Checkpoint, DType, GenerateOptions, Generation, Lora, Mesh, NextToken, Precision, StepOptions, Trainable,
-    Trainer, Window,
+    AdamW, Checkpoint, DType, GenerateOptions, Generation, Lora, Mesh, Model, NextToken, Precision, Quantize,
+    QuantizedFormat, Result, StepOptions, TrainOptions, Trainable, Trainer, Window, communicator,
 };
 use gapless_testing::in_turn;
 
-use crate::common::{Kind, TinyRun, VOCABULARY};
+use crate::common::{Kind, PLANNING, TinyRun, VOCABULARY, on_cpu};
 
 pub fn mesh(tensor: usize) -> Mesh {
     Mesh { tensor, ..Mesh::default() }
@@ -114,6 +114,43 @@ pub fn run_after(
 
 pub fn run(run: &TinyRun, steps: u64) -> Outcome {
     run_after(run, steps, |_| {}, |_| {})
+}
+
+/// Does some steps of a model on all ranks.
+pub fn step_of<M: Model>(
+    build: impl Fn(VarBuilder) -> Result<M> + Sync,
+    options: &TrainOptions,
+    (tokens, steps): (&[u32], usize),
+) -> Outcome {
+    let ranks = communicator::on_threads(options.step.mesh.ranks().unwrap(), |world| {
+        let mut trainer = Trainer::builder(&build, options.clone()).distributed(world).build()?;
+        let mut reports = Vec::new();
+        for _ in 0..steps {
+            reports.push(trainer.step(tokens, tokens)?);
+        }
+        let values = |name: &str| trainer.watched(name).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        let watched: Vec<(String, Vec<f32>)> =
+            trainer.watched_names().map(|name| (name.to_owned(), values(name))).collect();
+        Ok((reports, watched, parts(&trainer)))
+    });
+    let ranks = ranks.unwrap();
+    let (reports, watched, _) = &ranks[0];
+    let losses = reports.iter().map(|report| report.loss).collect();
+    let norms = reports.iter().map(|report| report.gradient_norm).collect();
+    let watched = watched.clone();
+    let (tensors, split) = gather(ranks.into_iter().map(|(.., parts)| parts).collect());
+    Outcome { losses, norms, tensors, split, watched }
+}
+
+/// The options of a step of this size.
+pub fn options(mesh: Mesh, sequence_parallel: bool, batch: usize, sequence: usize) -> TrainOptions {
+    let mut options = on_cpu();
+    options.step.memory.planning = PLANNING;
+    (options.threads, options.step.batch, options.step.sequence) = (1, batch, sequence);
+    (options.step.mesh, options.step.sequence_parallel) = (mesh, sequence_parallel);
+    options.step.micro_batches = if mesh.data == 1 { 2 } else { 1 };
+    options.step.keep_gradients = mesh.data == 1;
+    options
 }
 
 /// Compares results that only differ in the order of summation. AdamW divides gradients by their size, so where a
@@ -384,5 +421,43 @@ fn tensor_ranks_keep_to_their_budgets() {
         let fitted = arenas(&case);
         assert!(fitted.iter().all(|&arena| arena <= budget), "{kind:?}, {budget}: {fitted:?}");
         close(&run(&case, STEPS), &alone, &format!("{kind:?} within {budget} bytes"));
+    }
+}
+
+/// Adapters of plain and of quantized weights, with and without trained norms. The width is two blocks of quantized
+/// weights, and the feed-forward layer three.
+#[test]
+fn adapters_of_quantized_weights_train_as_on_one_rank() {
+    let config = LlamaConfig {
+        vocabulary: 50,
+        layers: 2,
+        heads: 4,
+        kv_heads: 2,
+        width: 128,
+        hidden: 192,
+        ..LlamaConfig::default()
+    };
+    let tokens: Vec<u32> = (0..48).map(|i| i * i * 7 % 50).collect();
+    let (int8, nf4) = (QuantizedFormat::Int8, QuantizedFormat::Nf4);
+    for (turn, (dora, format, double)) in
+        [(true, None, false), (false, Some(int8), false), (true, Some(nf4), false), (true, Some(nf4), true)]
+            .into_iter()
+            .enumerate()
+    {
+        let on = |ranks, sequence_parallel| {
+            let quantize = format.map(|format| Quantize { format, double, ..Quantize::default() });
+            let targets = ["q_proj", "o_proj", "up_proj", "down_proj"].map(str::to_owned).to_vec();
+            let mut options = options(mesh(ranks), sequence_parallel, 2, 24);
+            options.step.trainable = Trainable::Lora(Lora { rank: 3, targets, dora, quantize, ..Lora::default() });
+            step_of(|vb| Llama::new(&config, vb), &options, (&tokens, 2))
+        };
+        let alone = on(1, false);
+        for (ranks, sequence_parallel) in [(2, turn % 2 == 0), (3, turn % 2 == 1)] {
+            let what = format!("{format:?}, double: {double}, DoRA: {dora}, {ranks} ranks, {sequence_parallel}");
+            let outcome = on(ranks, sequence_parallel);
+            let is_split = |end: &str| outcome.split.iter().any(|name| name.ends_with(end));
+            assert!(is_split("up_proj.weight") && is_split("down_proj.weight"), "{what}");
+            close(&outcome, &alone, &what);
+        }
     }
 }

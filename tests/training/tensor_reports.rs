@@ -16,48 +16,10 @@
 use gapless::alloc::Role;
 use gapless::models::{Gpt, GptConfig, Llama, LlamaConfig, MoeStyle};
 use gapless::nn::{Embedding, Linear, Module, VarBuilder, embedding, linear_no_bias};
-use gapless::{
-    AdamW, Mesh, Model, Precision, Result, StepOptions, Tensor, TrainError, TrainOptions, Trainer, communicator,
-};
+use gapless::{AdamW, Mesh, Model, Precision, Result, StepOptions, Tensor, TrainError, TrainOptions, communicator};
 
-use crate::common::{Kind, PLANNING, on_cpu};
-use crate::tensor_ranks::{Outcome, case, gather, mesh, meshes, parts, run};
-
-/// Does a step of a model of this test's own on each mesh.
-fn step_of<M: Model>(
-    build: impl Fn(VarBuilder) -> Result<M> + Sync,
-    options: &TrainOptions,
-    (tokens, steps): (&[u32], usize),
-) -> Outcome {
-    let ranks = communicator::on_threads(options.step.mesh.ranks().unwrap(), |world| {
-        let mut trainer = Trainer::builder(&build, options.clone()).distributed(world).build()?;
-        let mut reports = Vec::new();
-        for _ in 0..steps {
-            reports.push(trainer.step(tokens, tokens)?);
-        }
-        let values = |name: &str| trainer.watched(name).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
-        let watched: Vec<(String, Vec<f32>)> =
-            trainer.watched_names().map(|name| (name.to_owned(), values(name))).collect();
-        Ok((reports, watched, parts(&trainer)))
-    });
-    let ranks = ranks.unwrap();
-    let (reports, watched, _) = &ranks[0];
-    let losses = reports.iter().map(|report| report.loss).collect();
-    let norms = reports.iter().map(|report| report.gradient_norm).collect();
-    let watched = watched.clone();
-    let (tensors, split) = gather(ranks.into_iter().map(|(.., parts)| parts).collect());
-    Outcome { losses, norms, tensors, split, watched }
-}
-
-fn options(mesh: Mesh, sequence_parallel: bool, batch: usize, sequence: usize) -> TrainOptions {
-    let mut options = on_cpu();
-    options.step.memory.planning = PLANNING;
-    (options.threads, options.step.batch, options.step.sequence) = (1, batch, sequence);
-    (options.step.mesh, options.step.sequence_parallel) = (mesh, sequence_parallel);
-    options.step.micro_batches = if mesh.data == 1 { 2 } else { 1 };
-    options.step.keep_gradients = mesh.data == 1;
-    options
-}
+use crate::common::{Kind, on_cpu};
+use crate::tensor_ranks::{Outcome, case, close, mesh, meshes, options, run, step_of};
 
 fn assert_close(a: f32, b: f32, most: f32, what: &str) {
     assert!((a - b).abs() <= most * b.abs(), "{what}: {a} instead of {b}");
@@ -109,7 +71,7 @@ fn every_row_of_a_vocabulary_of_50257_is_trained_as_on_one_rank() {
         let what = format!("{ranks} ranks, sequence parallel: {sequence_parallel}");
         let outcome = on(mesh(ranks), sequence_parallel, 2);
         assert!(outcome.split.iter().any(|name| name == table), "{what}");
-        crate::tensor_ranks::close(&outcome, &alone, &what);
+        close(&outcome, &alone, &what);
         let rows = |outcome: &Outcome| outcome.tensors[table].chunks(12).map(<[f32]>::to_vec).collect::<Vec<_>>();
         let (before, after) = (rows(&start), rows(&outcome));
         assert!(before.iter().zip(&after).all(|(before, after)| before != after), "{what}: a row was not trained");
@@ -139,7 +101,7 @@ fn two_key_heads_train_on_eight_ranks() {
         let is_split = |end: &str| outcome.split.iter().any(|name| name.ends_with(end));
         let held = (is_split("q_proj.weight"), is_split("k_proj.weight"), is_split("up_proj.weight"));
         assert_eq!(held, (ranks <= 4, ranks == 2, true), "{ranks} ranks");
-        crate::tensor_ranks::close(&outcome, &alone, &format!("{ranks} ranks, sequence parallel: {sequence_parallel}"));
+        close(&outcome, &alone, &format!("{ranks} ranks, sequence parallel: {sequence_parallel}"));
     }
 }
 

@@ -241,13 +241,7 @@ impl TrainStep {
             if !layout.shapes.contains_key(name) {
                 let window = graph.window(id);
                 layout.shapes.insert(name.to_owned(), window.whole_dims().to_vec());
-                let all = window.whole_dims().iter().product();
-                let elements = if window.is_whole() {
-                    graph.weight_elements(id)
-                } else {
-                    graph.packed_elements(id).unwrap_or(all)
-                };
-                layout.frozen.insert(name.to_owned(), elements as u64);
+                layout.frozen.insert(name.to_owned(), graph.weight_elements(id) as u64);
                 if !window.is_whole() {
                     let axes = self.held.axes(name);
                     layout.parts.insert(name.to_owned(), update.kept_part(axes, window));

@@ -315,16 +315,11 @@ impl Graph {
         self.packed.insert(parameter, elements);
     }
 
-    /// Returns the number of elements of the model's weights that a persistent tensor stores: its own number of elements,
-    /// unless they are packed ([`Self::mark_packed`]).
+    /// Returns the number of elements of the model's weights that all of a persistent tensor stores, of which a rank may hold
+    /// a part: the number of elements of the tensor, unless they are packed ([`Self::mark_packed`]).
     pub fn weight_elements(&self, parameter: ValueId) -> usize {
-        self.packed_elements(parameter).unwrap_or_else(|| self.value(parameter).spec.elements())
-    }
-
-    /// Returns the number of elements of the model's weights for which the packed elements of a persistent tensor stand, or
-    /// `None` if they are not packed ([`Self::mark_packed`]).
-    pub fn packed_elements(&self, parameter: ValueId) -> Option<usize> {
-        self.packed.get(&parameter).copied()
+        let elements = || self.window(parameter).whole_dims().iter().product();
+        self.packed.get(&parameter).copied().unwrap_or_else(elements)
     }
 
     /// Adds the path of a layer that can have an adapter.

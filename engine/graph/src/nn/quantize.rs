@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use super::{Init, VarBuilder};
 use crate::error::Result;
 use crate::graph::lock;
-use crate::ops::{QuantizedWeight, WeightNorm};
+use crate::ops::{QuantizedWeight, WeightSquares};
 use crate::tensor::Tensor;
 
 /// Quantized storage of the frozen weights of linear layers, as in bitsandbytes (QLoRA, arXiv 2305.14314). The weights are
@@ -72,7 +72,7 @@ impl Quantize {
                 (Format::Nf4 { is_double: self.double }, rounding)
             }
         };
-        QuantizedWeight { outputs, inputs, format, rounding }
+        QuantizedWeight { outputs, inputs, format, rounding, blocks: None }
     }
 
     /// True if the layer with this path is not quantized.
@@ -136,8 +136,8 @@ impl Weight {
             Self::Quantized(weight, stored) => (Some(*weight), &stored[..]),
         };
         let inputs: Vec<&Tensor> = [a, b].into_iter().chain(stored).collect();
-        let [norm] = Tensor::apply_op(WeightNorm { scale, quantized }, &inputs)?;
-        Ok(norm)
+        let [squares] = Tensor::apply_op(WeightSquares { scale, quantized }, &inputs)?;
+        squares.sqrt()?.to_dtype(a.dtype())
     }
 }
 

@@ -3,17 +3,18 @@
 use std::sync::Arc;
 
 use candle_core::DType;
-use gapless_kernels::cpu::{Args, Float, InPieces, Pieces, rows_per_task, vectorize, with_float};
+use gapless_kernels::cpu::{Args, Element, Float, InPieces, Pieces, rows_per_task, vectorize, with_float};
 use gapless_kernels::{Spec, Window};
 
 use super::OutputTypes;
 use crate::error::Result;
+use crate::graph::FLOATS;
 use crate::reference::{Array, Reference};
 use crate::rule::Rule;
 use crate::tensor::Tensor;
 use crate::{Gradient, Op};
 
-/// Looks up rows of a table: from a table [vocabulary, width] and ids [..] to [.., width]. The result for an id that the
+/// Looks up rows of a table of floats or ids: from a table [vocabulary, width] and ids [..] to [.., width]. The result for an id that the
 /// table does not have is zeros.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Embedding {
@@ -47,7 +48,7 @@ impl Op for Embedding {
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
-        super::expect_float(&inputs[..1])?;
+        super::expect_stored(&inputs[0])?;
         super::expect_ids("ids", &inputs[1])?;
         let &[_, width] = inputs[0].dims() else { return Err("the table must be [vocabulary, width]".into()) };
         let dims: Vec<usize> = inputs[1].dims().iter().copied().chain([width]).collect();
@@ -76,10 +77,14 @@ impl Op for Embedding {
     }
 
     fn run(&self, args: &mut Args<'_>) {
-        with_float!(args.output_dtype(0), Stored => self.look_up::<Stored>(args));
+        match args.output_dtype(0) {
+            DType::U32 => self.look_up::<u32>(args),
+            dtype => with_float!(dtype, Stored => self.look_up::<Stored>(args)),
+        }
     }
     fn cuda(&self, operands: &gapless_kernels::cuda::Operands<'_>) -> Option<Vec<gapless_kernels::cuda::Launch>> {
-        gapless_kernels::cuda::launch::embedding(self.first, operands)
+        let is_float = FLOATS.contains(&operands.inputs[0].dtype);
+        is_float.then(|| gapless_kernels::cuda::launch::embedding(self.first, operands)).flatten()
     }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
@@ -97,7 +102,7 @@ impl Op for Embedding {
 }
 
 impl Embedding {
-    fn look_up<T: Float>(&self, args: &mut Args<'_>) {
+    fn look_up<T: Element + Default>(&self, args: &mut Args<'_>) {
         let out = args.output::<T>(0);
         let (table, ids) = (args.input::<T>(0), args.input::<u32>(1));
         let (width, vocabulary) = (super::width(args.output_dims(0)), args.input_dims(0)[0]);
@@ -106,7 +111,7 @@ impl Embedding {
             for (out, &id) in out.chunks_exact_mut(width).zip(ids) {
                 match row_of(id, self.first, vocabulary) {
                     Some(row) => out.copy_from_slice(&table[row * width..][..width]),
-                    None => out.fill(T::store(0.0)),
+                    None => out.fill(T::default()),
                 }
             }
         });

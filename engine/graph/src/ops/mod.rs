@@ -38,7 +38,7 @@ mod sum;
 mod swiglu;
 mod transpose;
 mod unary;
-mod weight_norm;
+mod weight_squares;
 mod where_cond;
 
 pub(crate) use gapless_kernels::width;
@@ -83,7 +83,7 @@ pub use sum::Sum;
 pub use swiglu::SwiGlu;
 pub use transpose::Transpose;
 pub use unary::{Unary, UnaryKind};
-pub use weight_norm::WeightNorm;
+pub use weight_squares::WeightSquares;
 pub use where_cond::Where;
 
 use candle_core::{DType, Layout};

@@ -5,15 +5,17 @@
 //! [`Linear`](super::Linear) layer with the dequantized weight.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use candle_core::DType;
-use gapless_kernels::Spec;
 use gapless_kernels::cpu::gemm::{Epilogue, Factor, Gemm, Mode, Strides};
 use gapless_kernels::cpu::quantized::{BLOCK, Format, Matrix, NESTED_BLOCK, NF4, Rounding, Scales, dynamic_map};
 use gapless_kernels::cpu::{Args, scratch, with_float};
+use gapless_kernels::{Spec, Spread, Window};
 
 use crate::error::{Error, Result};
 use crate::reference::{Array, Reference};
+use crate::rule::Rule;
 use crate::tensor::Tensor;
 use crate::{Gradient, Op};
 
@@ -31,6 +33,8 @@ pub struct QuantizedWeight {
     pub format: Format,
     /// The rounding of dequantized elements.
     pub rounding: Rounding,
+    /// The place of this weight's blocks among those of a whole one, if it is a part whose scales are quantized.
+    pub blocks: Option<Spread>,
 }
 
 impl QuantizedWeight {
@@ -44,10 +48,41 @@ impl QuantizedWeight {
             Format::Int8 => vec![Spec::f32(self.outputs)],
             Format::Nf4 { is_double: false } => vec![Spec::f32(blocks)],
             Format::Nf4 { is_double: true } => {
-                vec![codes(blocks), Spec::f32(blocks.div_ceil(NESTED_BLOCK)), Spec::f32(1)]
+                let nested = self.places(blocks).elements.div_ceil(NESTED_BLOCK);
+                vec![codes(blocks), Spec::f32(nested), Spec::f32(1)]
             }
         };
         [vec![codes(self.format.code_bytes(elements))], scales].concat()
+    }
+
+    /// Returns the labels of the columns and, for a rule, those of [`Self::stored`], in which rows are `o`. Columns are divided
+    /// by blocks. Returns `None` if parts of the weight are not stored as a weight is, because blocks span rows.
+    pub(super) fn labels(&self) -> Option<(&'static str, &'static str)> {
+        match self.format {
+            Format::Int8 => Some(("i", "(o i), o")),
+            Format::Nf4 { .. } if !self.inputs.is_multiple_of(BLOCK) => None,
+            Format::Nf4 { is_double: false } => Some(("(b L)", "(o b C), (o b)")),
+            Format::Nf4 { is_double: true } => Some(("(b L)", "(o b C), (o b), N, _")),
+        }
+    }
+
+    /// Returns the places of all blocks among those of the whole weight.
+    fn places(&self, blocks: usize) -> Spread {
+        self.blocks.unwrap_or(Spread::whole(blocks))
+    }
+
+    /// True if the places of a part's blocks have the form in which kernels find them. `inputs` has the windows of the
+    /// tensors of [`Self::stored`] from `first` on.
+    pub(super) fn runs_on(&self, inputs: &[Window], first: usize) -> bool {
+        self.format != Format::Nf4 { is_double: true } || inputs[first + 1].spread().is_some()
+    }
+
+    /// Returns the part of the weight with the rows of a tensor [.., out] and the columns of one [.., in]. `stored` are the
+    /// parts of the tensors of [`Self::stored`].
+    pub(super) fn on_parts(&self, outputs: &Window, inputs: &Window, stored: &[Window]) -> Self {
+        let blocks = stored[1].spread().filter(|_| self.format == Format::Nf4 { is_double: true });
+        let last = |window: &Window| window.dims().last().copied().expect("rank was checked");
+        Self { outputs: last(outputs), inputs: last(inputs), blocks, ..*self }
     }
 
     /// Returns the weight in the inputs of an operation from `first` on.
@@ -55,8 +90,8 @@ impl QuantizedWeight {
         let scales = match self.format {
             Format::Nf4 { is_double: true } => {
                 let [codes, nested, offset] = [1, 2, 3].map(|at| first + at);
-                let offset = args.input::<f32>(offset)[0];
-                Scales::Double { codes: args.input(codes), nested: args.input(nested), offset }
+                let (codes, offset) = (args.input::<u8>(codes), args.input::<f32>(offset)[0]);
+                Scales::Double { codes, nested: args.input(nested), offset, blocks: self.places(codes.len()) }
             }
             Format::Int8 | Format::Nf4 { is_double: false } => Scales::Plain(args.input(first + 1)),
         };
@@ -73,7 +108,8 @@ impl QuantizedWeight {
             Format::Nf4 { is_double: true } => {
                 let block = at / BLOCK;
                 let value = dynamic_map()[input(1)[block] as usize];
-                f64::from(value) * input(2)[block / NESTED_BLOCK] + input(3)[0]
+                let whole = self.places(input(1).len()).index(block);
+                f64::from(value) * input(2)[whole / NESTED_BLOCK] + input(3)[0]
             }
         };
         let value = |at: usize| match self.format {
@@ -112,6 +148,26 @@ pub struct QuantizedLinear {
 impl Op for QuantizedLinear {
     fn name(&self) -> &'static str {
         "quantized_linear"
+    }
+
+    fn rule(&self, _: &[Spec], _: &[Spec]) -> Option<Rule> {
+        let (columns, stored) = self.weight.labels()?;
+        let bias = if self.has_bias { ", o" } else { "" };
+        Some(Rule::Labels(format!("* {columns}, {stored}{bias} -> * o").into()))
+    }
+
+    fn runs_on(&self, inputs: &[Window]) -> bool {
+        self.weight.runs_on(inputs, 1)
+    }
+
+    fn on_parts(&self, inputs: &[Window], outputs: &[Window]) -> Option<Arc<dyn Op>> {
+        let weight = self.weight.on_parts(&outputs[0], &inputs[0], &inputs[1..]);
+        Some(Arc::new(Self { weight, ..*self }))
+    }
+
+    fn without_bias(&self) -> Option<(usize, Arc<dyn Op>)> {
+        let bias = 1 + self.weight.stored().len();
+        self.has_bias.then(|| (bias, Arc::new(Self { has_bias: false, ..*self }) as Arc<dyn Op>))
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
@@ -188,6 +244,19 @@ struct QuantizedLinearGradInput(QuantizedWeight);
 impl Op for QuantizedLinearGradInput {
     fn name(&self) -> &'static str {
         "quantized_linear_grad_input"
+    }
+
+    fn rule(&self, _: &[Spec], _: &[Spec]) -> Option<Rule> {
+        let (columns, stored) = self.0.labels()?;
+        Some(Rule::Labels(format!("* o, {stored} -> * {columns}").into()))
+    }
+
+    fn runs_on(&self, inputs: &[Window]) -> bool {
+        self.0.runs_on(inputs, 1)
+    }
+
+    fn on_parts(&self, inputs: &[Window], outputs: &[Window]) -> Option<Arc<dyn Op>> {
+        Some(Arc::new(Self(self.0.on_parts(&inputs[0], &outputs[0], &inputs[1..]))))
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {

@@ -33,7 +33,7 @@ use gapless_parallel::Axes;
 use self::analysis::Analysis;
 use self::dims::{Dim, Part, Parts};
 use crate::error::{Error, Result};
-use crate::graph::{FLOATS, Graph, Node, NodeId, Phase, Place, Source, ValueId};
+use crate::graph::{Graph, Node, NodeId, Phase, Place, Source, ValueId};
 use crate::op::{Keys, Op};
 use crate::ops::{
     Affine, Binary, BinaryKind, BroadcastAs, Cat, Collective, Contiguous, Embedding, Narrow, Reshape, Widen,
@@ -533,7 +533,7 @@ impl<'a> Pass<'a> {
         Ok(())
     }
 
-    /// Returns the places of all ranks' parts of a float value, if the ranks divide the indices of one dimension equally.
+    /// Returns the places of all ranks' parts of a value, if the ranks divide the indices of one dimension equally.
     fn places(&self, id: ValueId, cut: usize) -> Option<Places> {
         let spec = &self.old.value(id).spec;
         let windows: Vec<Window> = (0..self.sharing.ranks).map(|rank| self.window_of(id, Some(cut), rank)).collect();
@@ -542,7 +542,7 @@ impl<'a> Pass<'a> {
         let (dim, None) = (divided.next()?, divided.next()) else { return None };
         let is_even = windows.iter().all(|window| window.dims() == first);
         let held = windows.iter().map(|window| window.held()[dim].iter().cloned().flatten().collect());
-        (is_even && FLOATS.contains(&spec.dtype)).then(|| Places {
+        is_even.then(|| Places {
             dims: spec.dims().to_vec(),
             dim,
             held: held.collect(),

@@ -122,9 +122,14 @@ impl Bound {
         Ok(())
     }
 
-    /// Relates the products to their factors, of which one may be new.
+    /// Relates the products to their factors, of which one may be new. A product with several new factors waits for others
+    /// that name them.
     fn multiply(&mut self, dims: &mut Dims) -> Result<(), String> {
-        for (factors, dim) in std::mem::take(&mut self.products) {
+        let mut products = std::mem::take(&mut self.products);
+        while !products.is_empty() {
+            let is_new = |term: &&Term| matches!(term, Term::Label(label) if !self.labels.contains_key(label));
+            let next = products.iter().position(|(factors, _)| factors.iter().filter(is_new).count() <= 1);
+            let (factors, dim) = products.remove(next.unwrap_or(0));
             let known = |term: &Term| match term {
                 Term::Label(label) => self.labels.get(label).map(|&dim| vec![dim]),
                 Term::Rest => self.rest.clone(),

@@ -18,6 +18,7 @@ use std::sync::LazyLock;
 use half::f16;
 
 use super::{Float, InPieces, Pieces, vectorize};
+use crate::Spread;
 
 /// Number of neighbours that share a scale in [`Format::Nf4`].
 pub const BLOCK: usize = 64;
@@ -130,8 +131,8 @@ pub enum OwnedScales {
 pub enum Scales<'a> {
     /// The greatest magnitude of each row or block.
     Plain(&'a [f32]),
-    /// The greatest magnitude of block i is map\[`codes`\[i\]\] · `nested`\[i ÷ [`NESTED_BLOCK`]\] + `offset`, with the map
-    /// [`dynamic_map`].
+    /// The greatest magnitude of block i is map\[`codes`\[i\]\] · `nested`\[j ÷ [`NESTED_BLOCK`]\] + `offset`, with the map
+    /// [`dynamic_map`]. Block i is block j of the whole matrix.
     Double {
         /// A code for each block.
         codes: &'a [u8],
@@ -139,6 +140,8 @@ pub enum Scales<'a> {
         nested: &'a [f32],
         /// The value that is added to each scale.
         offset: f32,
+        /// The place of the blocks among those of the whole matrix.
+        blocks: Spread,
     },
 }
 
@@ -147,7 +150,9 @@ impl OwnedScales {
     pub fn view(&self) -> Scales<'_> {
         match self {
             Self::Plain(scales) => Scales::Plain(scales),
-            Self::Double { codes, nested, offset } => Scales::Double { codes, nested, offset: *offset },
+            Self::Double { codes, nested, offset } => {
+                Scales::Double { codes, nested, offset: *offset, blocks: Spread::whole(codes.len()) }
+            }
         }
     }
 }
@@ -157,8 +162,8 @@ impl Scales<'_> {
     fn at(self, map: &[f32; 256], index: usize) -> f32 {
         match self {
             Self::Plain(scales) => scales[index],
-            Self::Double { codes, nested, offset } => {
-                map[usize::from(codes[index])] * nested[index / NESTED_BLOCK] + offset
+            Self::Double { codes, nested, offset, blocks } => {
+                map[usize::from(codes[index])] * nested[blocks.index(index) / NESTED_BLOCK] + offset
             }
         }
     }
@@ -352,7 +357,7 @@ mod tests {
                 NF4[usize::from(code)]
                     * match matrix.scales {
                         Scales::Plain(scales) => scales[at / 64],
-                        Scales::Double { codes, nested, offset } => {
+                        Scales::Double { codes, nested, offset, .. } => {
                             dynamic_map()[usize::from(codes[at / 64])] * nested[at / 64 / 256] + offset
                         }
                     }

@@ -5,6 +5,7 @@ use std::path::Path;
 use std::sync::{Arc, Mutex};
 
 use candle_core::{D, DType, Layout};
+use gapless_kernels::cpu::quantized::{Format, Rounding};
 use gapless_kernels::{LossTerms, Numbers, Spec, Stream, Window};
 use gapless_parallel::Axes;
 
@@ -18,20 +19,17 @@ use crate::reference::{Array, Reference, evaluate};
 use crate::{Result, Tensor};
 
 /// The operations without a rule: those of collectives and compressed activations, which come after the pass,
-/// those of quantized and of decomposed weights, and the bookkeeping of routed rows, whose elements are indices of all tokens and rows.
-const UNRULED: [&str; 12] = [
+/// and the bookkeeping of routed rows, whose elements are indices of all tokens and rows.
+const UNRULED: [&str; 9] = [
     "Collective",
     "Compress",
     "Expand",
     "HeadStatistics",
-    "QuantizedLinear",
-    "QuantizedLinearGradInput",
     "Route",
     "RunLengths",
     "RunStarts",
     "SlotWeights",
     "SlotWeightsGrad",
-    "WeightNorm",
 ];
 
 #[test]
@@ -302,6 +300,7 @@ fn cases(judge: &mut Judge) -> Result<()> {
     products_and_norms(judge)?;
     attention(judge)?;
     lookups_and_losses(judge)?;
+    adapted_weights(judge)?;
     experts(judge)
 }
 
@@ -346,6 +345,33 @@ fn products_and_norms(judge: &mut Judge) -> Result<()> {
     judge.check(&[&[2, 3, 5], &[5], &[5]], &[], |x, _| {
         x[0].layer_norm(&x[1], &x[2], 1e-5)?.add(&x[0].rms_norm(&x[1], 1e-5)?)
     })
+}
+
+/// Weights of adapters, plain and quantized, which have two blocks of columns.
+fn adapted_weights(judge: &mut Judge) -> Result<()> {
+    judge.check(&[&[2, 5], &[4, 2], &[4, 5]], &[], |x, _| {
+        let [squares] = Tensor::apply_op(WeightSquares { scale: 0.5, quantized: None }, &[&x[0], &x[1], &x[2]])?;
+        squares.mul(&x[2].sum(1)?)
+    })?;
+    for format in [Format::Int8, Format::Nf4 { is_double: false }, Format::Nf4 { is_double: true }] {
+        let weight = QuantizedWeight { outputs: 200, inputs: 128, format, rounding: Rounding::None, blocks: None };
+        judge.check(&[&[3, 128], &[2, 128], &[200, 2], &[200]], &[], |x, _| {
+            let stored = weight.stored().into_iter().enumerate().map(|(seed, spec)| {
+                let number = |i: usize| (i * i + seed) % 251;
+                let (count, device) = (spec.elements(), x[0].device());
+                match spec.dtype {
+                    DType::U8 => Tensor::from_vec((0..count).map(|i| number(i) as u8).collect(), count, device),
+                    _ => Tensor::from_vec((0..count).map(|i| number(i) as f32 / 251.0).collect(), count, device),
+                }
+            });
+            let stored = stored.collect::<Result<Vec<Tensor>>>()?;
+            let y = x[0].quantized_linear(weight, &stored, Some(&x[3].detach()))?;
+            let inputs: Vec<&Tensor> = x[1..3].iter().chain(&stored).collect();
+            let [squares] = Tensor::apply_op(WeightSquares { scale: 0.5, quantized: Some(weight) }, &inputs)?;
+            y.broadcast_mul(&squares)
+        })?;
+    }
+    Ok(())
 }
 
 fn attention(judge: &mut Judge) -> Result<()> {

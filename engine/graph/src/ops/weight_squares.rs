@@ -1,20 +1,24 @@
-//! The norms of the rows of an adapted weight, for DoRA.
+//! The squared norms of the rows of an adapted weight, for DoRA.
 
-use gapless_kernels::Spec;
+use std::sync::Arc;
+
 use gapless_kernels::cpu::gemm::{Epilogue, Gemm, Mode, Strides};
 use gapless_kernels::cpu::{Args, Float, InPieces, Pieces, reduce, scratch, vectorize, with_float};
+use gapless_kernels::{Spec, Window};
 
 use super::QuantizedWeight;
 use crate::Op;
 use crate::reference::{Array, Reference};
+use crate::rule::Rule;
 
 /// Number of rows of the weight that are computed at once.
 const TILE: usize = 128;
 
-/// ‖W + scale·B·A‖ for each row, from A [rank, in], B [out, rank] and W [out, in] to `[out]`. The norms count as constants
-/// in the backward (DoRA, arXiv 2402.09353, section 4.3).
+/// ‖W + scale·B·A‖² for each row, from A [rank, in], B [out, rank] and W [out, in] to f32 `[out]`. The norms count as
+/// constants in the backward (DoRA, arXiv 2402.09353, section 4.3). Squares, because ranks that divide the columns of W can
+/// add them.
 #[derive(Debug, Clone, Copy)]
-pub struct WeightNorm {
+pub struct WeightSquares {
     /// The factor of B·A.
     pub scale: f64,
     /// The storage of W if it is quantized. Its tensors then take the place of W among the inputs.
@@ -24,16 +28,34 @@ pub struct WeightNorm {
 /// Index of the first input that holds W.
 const WEIGHT: usize = 2;
 
-impl WeightNorm {
+impl WeightSquares {
     /// Returns the product that adds `rows` rows of scale·B·A.
     fn gemm(rows: usize, rank: usize, width: usize) -> Gemm {
         Gemm::new(rows, width, rank, Strides::row_major(rank), Strides::row_major(width))
     }
 }
 
-impl Op for WeightNorm {
+impl Op for WeightSquares {
     fn name(&self) -> &'static str {
-        "weight_norm"
+        "weight_squares"
+    }
+
+    fn rule(&self, _: &[Spec], _: &[Spec]) -> Option<Rule> {
+        match &self.quantized {
+            None => Some(Rule::labels("R i, o R, o i -> o")),
+            Some(weight) => {
+                weight.labels().map(|(i, stored)| Rule::Labels(format!("R {i}, o R, {stored} -> o").into()))
+            }
+        }
+    }
+
+    fn runs_on(&self, inputs: &[Window]) -> bool {
+        self.quantized.is_none_or(|weight| weight.runs_on(inputs, WEIGHT))
+    }
+
+    fn on_parts(&self, inputs: &[Window], outputs: &[Window]) -> Option<Arc<dyn Op>> {
+        let weight = self.quantized?.on_parts(&outputs[0], &inputs[0], &inputs[WEIGHT..]);
+        Some(Arc::new(Self { quantized: Some(weight), ..*self }))
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
@@ -50,7 +72,7 @@ impl Op for WeightNorm {
         if rank != of_b || weight != [outputs, width] {
             return Err(format!("A [{rank}, {width}] and B [{outputs}, {of_b}] do not fit a weight {weight:?}"));
         }
-        Ok(vec![inputs[0].in_shape(outputs)])
+        Ok(vec![Spec::f32(outputs)])
     }
 
     fn stops_gradients(&self) -> bool {
@@ -77,12 +99,12 @@ impl Op for WeightNorm {
     }
 
     fn run(&self, args: &mut Args<'_>) {
-        let (norms, mut scratch) = (args.output::<f32>(0), args.workspace());
+        let (squares, mut scratch) = (args.output::<f32>(0), args.workspace());
         let (a, b) = (args.input::<f32>(0), args.input::<f32>(1));
         let &[rank, width] = args.input_dims(0) else { unreachable!("rank 2 by the shape rule") };
         let (tile, scaled) = (scratch.take::<f32>(), scratch.take::<f32>());
-        for first in (0..norms.len()).step_by(TILE) {
-            let rows = first..norms.len().min(first + TILE);
+        for first in (0..squares.len()).step_by(TILE) {
+            let rows = first..squares.len().min(first + TILE);
             let (tile, scaled) = (&mut tile[..rows.len() * width], &mut scaled[..rows.len() * rank]);
             match &self.quantized {
                 Some(weight) => weight.of(args, WEIGHT).dequantize(rows.clone(), 0..width, tile),
@@ -98,8 +120,8 @@ impl Op for WeightNorm {
             Self::gemm(rows.len(), rank, width)
                 .run(scaled, a, tile, Mode::Accumulate, Epilogue::default(), &mut scratch)
                 .expect("extents by the shape rule");
-            norms[rows].pieces_mut(1).zip(tile.pieces(width)).for_each(|(norm, row)| {
-                norm[0] = vectorize!(reduce::sum(row, |x| x * x)).sqrt();
+            squares[rows].pieces_mut(1).zip(tile.pieces(width)).for_each(|(square, row)| {
+                square[0] = vectorize!(reduce::sum(row, |x| x * x));
             });
         }
     }
@@ -107,11 +129,11 @@ impl Op for WeightNorm {
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
         let (a, b) = (args.input(0), args.input(1));
         let weight = self.quantized.map_or_else(|| args.input(WEIGHT).clone(), |weight| weight.reference(args, WEIGHT));
-        let norm = |(row, b): (&[f64], &[f64])| {
+        let square = |(row, b): (&[f64], &[f64])| {
             let added = |i: usize| self.scale * b.iter().zip(a.rows()).map(|(b, a)| b * a[i]).sum::<f64>();
-            row.iter().enumerate().map(|(i, w)| (w + added(i)).powi(2)).sum::<f64>().sqrt()
+            row.iter().enumerate().map(|(i, w)| (w + added(i)).powi(2)).sum::<f64>()
         };
-        let norms: Vec<f64> = weight.rows().zip(b.rows()).map(norm).collect();
-        vec![Array::new(&[norms.len()], norms)]
+        let squares: Vec<f64> = weight.rows().zip(b.rows()).map(square).collect();
+        vec![Array::new(&[squares.len()], squares)]
     }
 }
