@@ -473,7 +473,7 @@ fn a_number_of_ranks_is_made_a_mesh() {
 /// The flags that the search prints plan the step that it chose.
 #[test]
 fn gpus_of_a_memory_are_searched() {
-    let (code, out, err) = ask("--gpus 4 --memory 1GiB --batch 8 --planning 100000 --json");
+    let (code, out, err) = ask("--gpus 4 --memory 4GiB --batch 8 --planning 100000 --json");
     assert_eq!(code, Some(0), "{out}{err}");
     let flags = err.lines().find_map(|line| line.strip_prefix("the fastest that fits: ")).unwrap();
     let arena = |out: &str| {

@@ -7,7 +7,7 @@ use crate::step::{DeviceProfile, MegatronConfig};
 
 const MIB: u64 = 1 << 20;
 
-/// How a Megatron run differs from other eager programs.
+/// Properties in which a Megatron run differs from other eager programs.
 #[derive(Debug, Clone, Copy)]
 pub struct Megatron {
     /// Bytes per element of a stored gradient.
