@@ -4,7 +4,7 @@
 //! has a line for each measured figure, with the configuration of the run in its other columns.
 
 use std::collections::HashMap;
-use std::fmt::Write;
+use std::fmt::{self, Write};
 use std::fs::File;
 use std::io::Read;
 use std::path::{Path, PathBuf};
@@ -40,11 +40,15 @@ fn main() -> Result<()> {
     println!("{HEAD}");
     let mut errors = Vec::new();
     for case in &cases {
-        let bytes = case.bytes().with_context(|| case.name.clone())?;
-        println!("{}", case.line(bytes));
-        errors.push(case.error(bytes));
+        match case.bytes() {
+            Ok(bytes) => {
+                println!("{}", case.line(bytes));
+                errors.push(case.error(bytes));
+            }
+            Err(why) => eprintln!("{} is left out: {why:#}", case.name),
+        }
     }
-    println!("\n{}", summary(errors));
+    println!("\n{}", Errors::new(errors));
     Ok(())
 }
 
@@ -52,18 +56,32 @@ const HEAD: &str = "\
 | case | tensor × pipeline × context × data | states, MiB | allocated after a step, MiB | rest, MiB | peak, MiB | measured, MiB | error |
 |---|---|---:|---:|---:|---:|---:|---:|";
 
-/// Returns the median of the errors, and the error that nine tenths do not exceed.
-fn summary(mut errors: Vec<f64>) -> String {
-    errors.iter_mut().for_each(|error| *error = error.abs());
-    errors.sort_by(f64::total_cmp);
-    let at = |part: f64| errors.get((part * (errors.len().max(1) - 1) as f64) as usize).copied().unwrap_or(0.0);
-    format!(
-        "{} cases; error of the peak: median {:.1} %, nine tenths within {:.1} %, at most {:.1} %",
-        errors.len(),
-        at(0.5),
-        at(0.9),
-        at(1.0)
-    )
+/// The sizes of the errors of peaks in percent.
+struct Errors {
+    count: usize,
+    median: f64,
+    /// The error that nine tenths of the cases do not exceed.
+    nine_tenths: f64,
+    most: f64,
+}
+
+impl Errors {
+    fn new(mut errors: Vec<f64>) -> Self {
+        errors.iter_mut().for_each(|error| *error = error.abs());
+        errors.sort_by(f64::total_cmp);
+        let at = |part: f64| errors.get((part * (errors.len().max(1) - 1) as f64) as usize).copied().unwrap_or(0.0);
+        Self { count: errors.len(), median: at(0.5), nine_tenths: at(0.9), most: at(1.0) }
+    }
+}
+
+impl fmt::Display for Errors {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { count, median, nine_tenths, most } = self;
+        write!(
+            f,
+            "{count} cases; error of the peak: median {median:.1} %, nine tenths within {nine_tenths:.1} %, at most {most:.1} %"
+        )
+    }
 }
 
 /// Reads the dense GPT cases.
@@ -266,11 +284,12 @@ mod tests {
     const UNEXPLAINED: u64 = 128 << 20;
 
     /// Cases whose measured bytes after a step exceed their states by more, by the beginning of the name and the machine.
-    const EXCEPTIONS: [(&str, &str); 9] = [
+    const EXCEPTIONS: [(&str, &str); 10] = [
         ("gpt3_mcore_reruns_resume_check_grads ", "h100"),
         ("gpt3_mcore_te_tp2_pp2_resume_torch_dist_defer_embedding_wgrad_compute ", "gb200"),
         ("gpt3_mcore_te_tp2_pp2_resume_torch_dist_defer_embedding_wgrad_compute ", "h100"),
         ("gpt3_mcore_te_tp1_pp4_resume_torch_dist_persistent_disable_bias_linear_1node ", "gb200"),
+        ("gpt3_mcore_tp1_pp1_resume_torch_dist_dist_optimizer_overlap_grad_reduce_param_gather ", ""),
         ("gpt3_mcore_tp1_pp2_resume_torch_dist ", "a100"),
         ("gpt3_mcore_tp1_pp2_resume_torch_dist ", "gb200"),
         ("gpt3_mcore_tp1_pp4 ", "a100"),
@@ -299,8 +318,10 @@ mod tests {
             assert_eq!(is_explained, !EXCEPTIONS.iter().any(is_exception), "{line}");
             errors.push(case.error(bytes));
         }
+        let errors = Errors::new(errors);
         if is_slow {
-            assert!(page.contains(&summary(errors)), "the page has another summary");
+            assert!(page.contains(&errors.to_string()), "the page has another summary than {errors}");
+            assert!(errors.median <= 3.0 && errors.nine_tenths <= 8.0, "{errors}");
         }
     }
 

@@ -102,6 +102,23 @@ pub struct MeshChoice {
     pub micro_batches: usize,
 }
 
+/// Returns the meshes of a number of ranks. Messages between tensor ranks are in the path of the computation, so these
+/// ranks are on one node. Only a model with experts has expert ranks.
+pub(super) fn meshes(step: &Step, ranks: usize) -> Vec<Mesh> {
+    let has_experts = matches!(step.architecture(), Architecture::Moe(_));
+    let divisors = |n: usize| (1..=n).filter(move |extent| n.is_multiple_of(*extent));
+    let tensor_ranks = divisors(ranks).filter(|tensor| step.device.node.is_multiple_of(*tensor));
+    let meshes = tensor_ranks.flat_map(|tensor| {
+        divisors(ranks / tensor).flat_map(move |pipeline| {
+            let rest = ranks / tensor / pipeline;
+            // Tensor ranks and expert ranks exclude each other.
+            let expert_ranks = divisors(rest).filter(move |&expert| expert == 1 || (has_experts && tensor == 1));
+            expert_ranks.map(move |expert| Mesh { tensor, pipeline, expert, data: rest / expert, ..Mesh::default() })
+        })
+    });
+    meshes.collect()
+}
+
 impl MeshChoice {
     /// Plans and times a run's step on every mesh of `ranks` ranks. The mesh of the run itself has no effect. Tensor ranks
     /// divide the tokens, too, if these are divisible (sequence parallelism), because that takes fewer bytes for the same
@@ -119,25 +136,7 @@ impl MeshChoice {
             run
         };
         let first = Step::new(&on(Mesh::default(), false))?;
-        let has_experts = matches!(first.architecture(), Architecture::Moe(_));
-        let divisors = |n: usize| (1..=n).filter(move |extent| n.is_multiple_of(*extent));
-        // Messages between tensor ranks are in the path of the computation, so these ranks are on one node.
-        let tensor_ranks = divisors(ranks).filter(|tensor| first.device.node.is_multiple_of(*tensor));
-        let meshes = tensor_ranks.flat_map(|tensor| {
-            divisors(ranks / tensor).flat_map(move |pipeline| {
-                let rest = ranks / tensor / pipeline;
-                // Tensor ranks and expert ranks exclude each other.
-                let expert_ranks = divisors(rest).filter(move |&expert| expert == 1 || (has_experts && tensor == 1));
-                expert_ranks.map(move |expert| Mesh {
-                    tensor,
-                    pipeline,
-                    expert,
-                    data: rest / expert,
-                    ..Mesh::default()
-                })
-            })
-        });
-        let meshes: Vec<Mesh> = meshes.collect();
+        let meshes = meshes(&first, ranks);
         let best_of = |mesh: Mesh, budget| {
             let option = MeshOption::of(&on(mesh, mesh.tensor > 1), budget);
             match option.refused {

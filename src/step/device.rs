@@ -202,9 +202,10 @@ impl DeviceProfile {
     /// # Errors
     /// Returns a [`ConfigError::Value`] if there is no such profile, or if a value is not above 0.
     pub fn of(run: &RunConfig) -> Result<Self, ConfigError> {
-        let EstimateConfig { tflops, terabytes, .. } = &run.estimate;
+        let EstimateConfig { memory, tflops, terabytes, .. } = &run.estimate;
         let mut device = Self::find(run.estimate.profile_name())
             .map_err(|why| ConfigError::value("estimate.profile", why, "name a profile, or a TOML file of one"))?;
+        device.memory = memory.unwrap_or(device.memory);
         if let Some(tflops) = tflops {
             device.set_flops(tflops * 1e12);
         }

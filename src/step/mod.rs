@@ -37,6 +37,7 @@ mod origin;
 mod planned;
 #[cfg(feature = "cuda")]
 mod roofline;
+mod search;
 mod sketch;
 mod timing;
 
@@ -51,6 +52,7 @@ pub use origin::Origin;
 pub use planned::Step;
 #[cfg(feature = "cuda")]
 pub use roofline::{Bound, Roofline, RooflineRow};
+pub use search::{Candidate, Search};
 pub use sketch::{Sketch, SketchKey};
 pub use timing::{BusyTime, Timing, TimingError};
 

@@ -470,6 +470,24 @@ fn a_number_of_ranks_is_made_a_mesh() {
     assert!(code == Some(2) && err.contains("--ranks chooses the mesh; leave --pipeline-ranks out"), "{err}");
 }
 
+/// The flags that the search prints plan the step that it chose.
+#[test]
+fn gpus_of_a_memory_are_searched() {
+    let (code, out, err) = ask("--gpus 4 --memory 4GiB --batch 8 --planning 100000 --json");
+    assert_eq!(code, Some(0), "{out}{err}");
+    let flags = err.lines().find_map(|line| line.strip_prefix("the fastest that fits: ")).unwrap();
+    let arena = |out: &str| {
+        let json: serde_json::Value = serde_json::from_str(out).unwrap();
+        json["arena_bytes"].as_u64().unwrap()
+    };
+    let (_, same, err) = ask(&format!("{flags} --batch 8 --planning 100000 --json"));
+    assert_eq!(arena(&out), arena(&same), "{err}");
+    let (code, _, err) = ask("--gpus 4 --memory 1GiB --micro-batches 2");
+    assert!(code == Some(2) && err.contains("leave --micro-batches out"), "{err}");
+    let (code, _, err) = ask("--gpus 2 --memory 600MiB --batch 8");
+    assert!(code == Some(2) && err.contains("no step of this batch fits 2 GPUs"), "{err}");
+}
+
 /// If no mesh fits as it is, meshes are compared with recomputation. If none fits at all, more ranks are no remedy,
 /// because their number is given.
 #[test]

@@ -16,6 +16,10 @@ pub struct EstimateConfig {
     /// an `h100`, and no memory is assumed.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub profile: Option<String>,
+    /// The memory of the device, in place of the value of the profile.
+    #[serde(skip_serializing_if = "Option::is_none", with = "text::size")]
+    #[schemars(with = "Option<String>")]
+    pub memory: Option<u64>,
     /// The speed of matrix products in TFLOP/s, in place of the value of the profile.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tflops: Option<f64>,
@@ -92,6 +96,7 @@ impl Default for EstimateConfig {
     fn default() -> Self {
         Self {
             profile: None,
+            memory: None,
             tflops: None,
             terabytes: None,
             lowering: Lowering::Gapless,

@@ -7,7 +7,7 @@ use crate::step::{DeviceProfile, MegatronConfig};
 
 const MIB: u64 = 1 << 20;
 
-/// How a Megatron run differs from other eager programs.
+/// Properties in which a Megatron run differs from other eager programs.
 #[derive(Debug, Clone, Copy)]
 pub struct Megatron {
     /// Bytes per element of a stored gradient.
@@ -18,6 +18,8 @@ pub struct Megatron {
     pub optimizer_ranks: u64,
     pub is_unfused: bool,
     pub is_ring: bool,
+    /// Whether the output of flash attention is copied to the layout of the layers.
+    pub copies_output: bool,
     /// Bytes of the workspaces that live through the step.
     pub workspaces: u64,
 }
@@ -30,9 +32,17 @@ impl Megatron {
             optimizer_ranks: config.optimizer_ranks.unwrap_or(data_ranks) as u64,
             is_unfused: config.unfused_attention,
             is_ring: config.ring_attention,
+            copies_output: !is_hopper(device.capability),
             workspaces: workspaces(config, device.capability),
         }
     }
+}
+
+/// Whether a device has compute capability 9. Transformer Engine then prefers cuDNN's attention, which has tokens first as
+/// Megatron's layers have. On other devices it prefers flash-attn, which has sequences first: `FlashAttention.forward` in
+/// `transformer_engine/pytorch/attention` copies the output, of which autograd keeps both.
+fn is_hopper(capability: f64) -> bool {
+    (9.0..10.0).contains(&capability)
 }
 
 /// Returns the bytes of the workspaces of cuBLAS and Transformer Engine.
@@ -43,8 +53,7 @@ impl Megatron {
 /// - Transformer Engine has one of 32 MiB from Hopper on, else of 4 MiB (`get_cublas_workspace_size_bytes` in
 ///   `transformer_engine/pytorch/module/base.py`).
 fn workspaces(config: &MegatronConfig, capability: f64) -> u64 {
-    let is_hopper = (9.0..10.0).contains(&capability);
-    let handle = if config.deterministic || is_hopper { 32 * MIB } else { 8_519_680 };
+    let handle = if config.deterministic || is_hopper(capability) { 32 * MIB } else { 8_519_680 };
     let engine = match config.local_layers {
         true => 0,
         false if capability >= 9.0 => 32 * MIB,

@@ -547,6 +547,7 @@ impl<'g> Run<'g> {
                 autograd.transpose(&match () {
                     () if megatron.is_unfused => autograd.unfused_attention([&q, &k, &v], rows, keys, self.drops),
                     () if megatron.is_ring => autograd.ring_attention([&q, &k, &v], rows),
+                    () if megatron.copies_output => autograd.scale(&autograd.attention([&q, &k, &v], rows)),
                     () => autograd.attention([&q, &k, &v], rows),
                 })
             }

@@ -11,7 +11,7 @@ use std::time::Duration;
 use anyhow::{Context, anyhow, bail};
 use gapless::Mesh;
 use gapless::run::RunConfig;
-use gapless::step::{DeviceProfile, LargestBatch, Lowering, MeshChoice, MeshOption, Step};
+use gapless::step::{DeviceProfile, LargestBatch, Lowering, MeshChoice, MeshOption, Search, Step};
 use gapless_alloc::Fit;
 use gapless_alloc::csv::Table;
 use gapless_alloc::draw::{Bytes, MemoryMap, SvgOptions, TextOptions};
@@ -61,6 +61,13 @@ pub struct Arguments {
     /// pipeline keeps its ranks busy only with several micro-batches per rank (--micro-batches).
     #[arg(long, value_name = "NUMBER", value_parser = clap::value_parser!(u16).range(1..=4096))]
     ranks: Option<u16>,
+    /// Search the meshes of this many GPUs, the number of micro-batches and the recomputation for the fastest step that fits, and
+    /// plan it. The GPU is --profile's (an h100 by default), with the memory of --memory.
+    #[arg(long, value_name = "NUMBER", value_parser = clap::value_parser!(u16).range(1..=4096), conflicts_with_all = ["ranks", "largest_batch"])]
+    gpus: Option<u16>,
+    /// The memory of each of these GPUs, e.g. 80GiB; by default that of the profile.
+    #[arg(long, value_name = "SIZE", value_parser = Bytes::read, requires = "gpus")]
+    memory: Option<u64>,
     #[command(flatten)]
     run: RunArguments,
     #[command(flatten)]
@@ -101,6 +108,9 @@ fn step(arguments: &Arguments) -> anyhow::Result<Fit> {
         Some(ranks) => Some(choose_mesh(arguments, &mut run, ranks.into())?),
         None => None,
     };
+    if let Some(gpus) = arguments.gpus {
+        search(arguments, &mut run, gpus.into())?;
+    }
     let mut step = Step::new(&run)?;
     if let Some(budget) = meshes.as_ref().and_then(|choice| choice.budget) {
         step = step.within(Some(budget));
@@ -173,6 +183,24 @@ fn choose_mesh(arguments: &Arguments, run: &mut RunConfig, ranks: usize) -> anyh
         ),
     }
     Ok(choice)
+}
+
+/// Searches for the fastest step that fits a number of GPUs, and gives it to the run.
+fn search(arguments: &Arguments, run: &mut RunConfig, gpus: usize) -> anyhow::Result<()> {
+    let searched = ["pipeline_ranks", "data_ranks", "expert_ranks", "tensor_ranks", "sequence_parallel"];
+    let searched = searched.into_iter().chain(["micro_batches", "recompute", "budget", "lowering"]);
+    if let Some(name) = searched.into_iter().find(|name| arguments.run.has(name)) {
+        bail!("--gpus searches for it; leave --{} out, or --gpus", name.replace('_', "-"));
+    }
+    run.estimate.profile.get_or_insert_with(|| "h100".to_owned());
+    run.estimate.memory = arguments.memory;
+    let search = Search::among(run, gpus)?;
+    tell(&search);
+    match &search.chosen {
+        Some(chosen) => chosen.apply(run),
+        None => bail!("no step of this batch fits {gpus} GPUs; use more, or a smaller batch"),
+    }
+    Ok(())
 }
 
 /// Finds the largest batch that fits, and gives it to the step. If no batch fits, the step gets the smallest batch, and
