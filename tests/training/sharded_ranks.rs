@@ -352,7 +352,9 @@ fn a_budget_leaves_gathers_alone() {
             (step.memory.recompute, step.memory.budget, step.sequence) = (Recompute::None, budget, 256);
         })
     };
-    let height = |program: &Program| compile(&[program.clone()], &CompileOptions::default()).unwrap().solution().height;
+    let height = |program: &Program| {
+        compile(std::slice::from_ref(program), &CompileOptions::default()).unwrap().solution().height
+    };
     let all = of(4, None);
     let budget = height(&all) * 3 / 4;
     let within = of(4, Some(budget));
