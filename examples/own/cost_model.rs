@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 use gapless::engine::compile::{Instr, InstrKind};
-use gapless::step::{CostModel, DeviceProfile, Precision, Step};
+use gapless::step::{CostModel, DeviceProfile, Precision, Reach, Step};
 
 /// Number of elements of the output tile that one block of a product computes.
 const TILE: f64 = 128.0 * 128.0;
@@ -24,12 +24,12 @@ impl CostModel for Tiled {
         }
     }
 
-    fn transfer(&self, bytes: u64) -> u64 {
-        self.0.transfer(bytes)
+    fn transfer(&self, bytes: u64, reach: Reach) -> u64 {
+        self.0.transfer(bytes, reach)
     }
 
-    fn collective(&self, bytes: f64, can_hide: bool) -> u64 {
-        self.0.collective(bytes, can_hide)
+    fn collective(&self, bytes: f64, reach: Reach, can_hide: bool) -> u64 {
+        self.0.collective(bytes, reach, can_hide)
     }
 
     fn offload(&self, bytes: u64) -> u64 {

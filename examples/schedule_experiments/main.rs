@@ -402,6 +402,8 @@ fn print(args: &Args, row: &Row, facts: &[Fact], measured: &Measured) {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
     use super::*;
 
     /// The page has the lines that this program prints: of every row with `GAPLESS_SLOW_TESTS=1`, and of those with steps of
@@ -412,24 +414,31 @@ mod tests {
         assert!(page.contains(HEAD), "write the table of docs/experiments.md again with --all --markdown");
         let (page, varied) = page.split_once("| step, with steps of other lengths |").unwrap();
         let is_slow = std::env::var_os("GAPLESS_SLOW_TESTS").is_some();
-        for row in rows().unwrap() {
-            let facts = facts(&row.name).unwrap();
-            // Every row is on the page, with the papers' results.
-            let name = format!("| {}", row.name);
-            let first = page.lines().find(|line| line.starts_with(&name));
-            let first = first.unwrap_or_else(|| panic!("{} is missing", row.name));
-            let is_marked = facts.iter().any(|fact| first.contains(&format!(" ({}) |", fact.range)));
-            assert_eq!(is_marked, row.only_bytes, "{first}");
-            let is_compared = is_slow || ["GPT-2 345M, R", "OPT-1.3B, LoRA and R, batch 1"].contains(&&*row.name);
-            let is_varied = is_slow && varied.contains(&format!("\n{name} |"));
-            for (table, is_chosen, vary_lengths) in [(page, is_compared, false), (varied, is_varied, true)] {
-                let measured = if is_chosen { measure(&row, &[], None, vary_lengths).unwrap() } else { Vec::new() };
-                for measured in measured {
-                    let line = line(&measured, &row, &facts);
-                    assert!(table.lines().any(|known| known == line), "the page has another line than\n{line}");
+        let (rows, next) = (rows().unwrap(), AtomicUsize::new(0));
+        let compare = || {
+            while let Some(row) = rows.get(next.fetch_add(1, Ordering::Relaxed)) {
+                let facts = facts(&row.name).unwrap();
+                // Every row is on the page, with the papers' results.
+                let name = format!("| {}", row.name);
+                let first = page.lines().find(|line| line.starts_with(&name));
+                let first = first.unwrap_or_else(|| panic!("{} is missing", row.name));
+                let is_marked = facts.iter().any(|fact| first.contains(&format!(" ({}) |", fact.range)));
+                assert_eq!(is_marked, row.only_bytes, "{first}");
+                let is_compared = is_slow || ["GPT-2 345M, R", "OPT-1.3B, LoRA and R, batch 1"].contains(&&*row.name);
+                let is_varied = is_slow && varied.contains(&format!("\n{name} |"));
+                for (table, is_chosen, vary_lengths) in [(page, is_compared, false), (varied, is_varied, true)] {
+                    let measured = if is_chosen { measure(row, &[], None, vary_lengths).unwrap() } else { Vec::new() };
+                    for measured in measured {
+                        let line = line(&measured, row, &facts);
+                        assert!(table.lines().any(|known| known == line), "the page has another line than\n{line}");
+                    }
                 }
             }
-        }
+        };
+        std::thread::scope(|scope| {
+            let threads = std::thread::available_parallelism().map_or(1, usize::from);
+            (0..threads).for_each(|_| _ = scope.spawn(compare));
+        });
     }
 
     #[test]

@@ -23,7 +23,7 @@ pub struct Mesh {
     pub shard: usize,
     /// The number of ranks that share the experts of a layer.
     pub expert: usize,
-    /// The number of ranks that share the tokens of a sequence. Only 1 is supported.
+    /// The number of ranks that share the tokens of a sequence.
     pub context: usize,
     /// The number of ranks that share the tensors of a layer.
     pub tensor: usize,
@@ -96,6 +96,8 @@ impl Axes {
     pub const EXPERTS: Self = Self::of(&[Axis::Expert]);
     /// The ranks that hold the same experts and that process different tokens of the batch.
     pub const REPLICAS: Self = Self::of(&[Axis::Data, Axis::Shard, Axis::Context]);
+    /// The ranks that divide the tokens of sequences.
+    pub const CONTEXT: Self = Self::of(&[Axis::Context]);
     /// The ranks that divide gradients, optimizer states and parameters.
     pub const SHARD: Self = Self::of(&[Axis::Shard]);
     /// The ranks among which the tensors of a layer are divided.

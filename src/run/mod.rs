@@ -49,8 +49,8 @@ mod trained;
 
 pub use config::{
     CheckpointConfig, ConfigError, DataConfig, EstimateConfig, EvaluationConfig, ExpertLoad, GroupConfig, Lowering,
-    ModelConfig, NAMES, OptimizerConfig, PRESETS, RateConfig, RateShape, RecordedLoad, Rule, RunConfig, SampleConfig,
-    SourceConfig,
+    MegatronConfig, ModelConfig, NAMES, OptimizerConfig, PRESETS, RateConfig, RateShape, RecordedLoad, Rule, RunConfig,
+    SampleConfig, SourceConfig,
 };
 #[cfg(feature = "sweep")]
 pub(crate) use config::{assign, flatten, key_of, line_of, refused, set, text_of, value_at, with_nearest};

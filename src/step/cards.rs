@@ -55,7 +55,7 @@ pub(super) fn all() -> [DeviceProfile; 13] {
 
 /// Values that are assumed for every GPU whose profile has no other value. An operation replayed from a CUDA graph
 /// takes at least 2 µs. Large products reach three quarters of the tensor cores' peak. GPUs without NVLink exchange
-/// messages over PCIe 4.0 with 16 lanes (32 GB/s in each direction). A message begins to arrive after 10 µs, and reaches
+/// messages over PCIe 4.0 with 16 lanes (32 GB/s in each direction). Eight GPUs of a node share a network of 200 Gb/s. A message begins to arrive after 10 µs, and reaches
 /// 80 % of the link's bandwidth. Computation hides half of the gradient reduction. Each rank has a disk of its own, whose
 /// link has 4 lanes of PCIe 4.0 (8 GB/s in each direction).
 pub(super) fn assumed() -> DeviceProfile {
@@ -74,6 +74,8 @@ pub(super) fn assumed() -> DeviceProfile {
         bytes: 0.0,
         launch: 2e-6,
         link: PCIE_4,
+        node: 8,
+        network: ETHERNET_200 / 8.0,
         latency: 10e-6,
         overlap: 0.5,
         host: PCIE_4,
@@ -84,6 +86,9 @@ pub(super) fn assumed() -> DeviceProfile {
 /// Bytes per second that copies reach in one direction of PCIe 4.0 with 16 lanes: 80 % of 32 GB/s. Each generation has
 /// twice the bandwidth of the one before it (PCI Express Base Specification, revisions 3.0 to 5.0).
 const PCIE_4: f64 = 0.8 * 32e9;
+
+/// Bytes per second that messages between nodes reach over a network of 200 Gb/s: 80 %.
+const ETHERNET_200: f64 = 0.8 * 25e9;
 
 /// Bytes per second that messages reach in one direction of the NVLinks of an H100: 80 % of 450 GB/s.
 const NVLINK_4: f64 = 0.8 * 450e9;
@@ -106,7 +111,8 @@ fn t4() -> DeviceProfile {
 }
 
 /// NVIDIA V100 datasheet (2020), 16 GB SXM2: 15.7 TFLOP/s in f32, 900 GB/s, NVLink 300 GB/s as the sum of both
-/// directions, PCIe 3.0. It has no bf16, so the rate of f32 is assumed. 16,160 MiB by `nvidia-smi`. 80 multiprocessors.
+/// directions, PCIe 3.0. It has no bf16, so the rate of f32 is assumed. 16,160 MiB by `nvidia-smi`. 80 multiprocessors. A
+/// DGX-1 has four networks of 100 Gb/s for eight GPUs.
 fn v100_16() -> DeviceProfile {
     DeviceProfile {
         name: "v100-16".to_owned(),
@@ -117,6 +123,7 @@ fn v100_16() -> DeviceProfile {
         bf16_flops: 15.7e12,
         bytes: 0.9 * 900e9,
         link: 0.8 * 150e9,
+        network: ETHERNET_200 / 4.0,
         host: PCIE_4 / 2.0,
         ..assumed()
     }
@@ -221,7 +228,7 @@ fn l40s() -> DeviceProfile {
 /// NVIDIA A100 Tensor Core GPU datasheet (2021), 80 GB SXM: 312 TFLOP/s in bf16, 19.5 in f32, 2,039 GB/s, NVLink 600
 /// GB/s as the sum of both directions. Large products reach four fifths of the tensor cores' peak; FlashAttention-2
 /// (arXiv 2307.08691, figures 5 and 6) reaches up to 73 % in the forward and 63 % in the backward. PyTorch reports 79.14
-/// to 79.25 GiB. 108 multiprocessors.
+/// to 79.25 GiB. 108 multiprocessors. A DGX A100 has a network of 200 Gb/s for each GPU.
 fn a100_80() -> DeviceProfile {
     DeviceProfile {
         name: "a100-80".to_owned(),
@@ -232,6 +239,7 @@ fn a100_80() -> DeviceProfile {
         products: 0.8,
         bytes: 0.9 * 2.039e12,
         link: 0.8 * 300e9,
+        network: ETHERNET_200,
         ..assumed()
     }
 }
@@ -239,7 +247,7 @@ fn a100_80() -> DeviceProfile {
 /// NVIDIA H100 Tensor Core GPU datasheet (2023), SXM: 989.4 TFLOP/s in bf16, 67 in f32, 3.35 TB/s, NVLink 900 GB/s as
 /// the sum of both directions, PCIe 5.0. A large product reaches 770 TFLOP/s and a copy 3.0 TB/s; FlashAttention-3 (arXiv
 /// 2407.08608, figures 5 and 6) reaches up to 75 % in the forward, less in the backward. PyTorch reports 79.11 GiB. 132
-/// multiprocessors.
+/// multiprocessors. A DGX H100 has a network of 400 Gb/s for each GPU; so has a DGX B200.
 fn h100() -> DeviceProfile {
     DeviceProfile {
         name: "h100".to_owned(),
@@ -251,6 +259,7 @@ fn h100() -> DeviceProfile {
         products: 770.0 / 989.4,
         bytes: 3.0e12,
         link: NVLINK_4,
+        network: 2.0 * ETHERNET_200,
         host: 2.0 * PCIE_4,
         ..assumed()
     }
@@ -275,6 +284,7 @@ fn b200() -> DeviceProfile {
         bf16_flops: 2250e12,
         bytes: 0.9 * 7.7e12,
         link: 0.8 * 900e9,
+        network: 2.0 * ETHERNET_200,
         host: 2.0 * PCIE_4,
         ..assumed()
     }
@@ -306,10 +316,10 @@ mod tests {
     fn the_documentation_has_these_values() {
         let documented = include_str!("../../docs/sweep.md");
         for profile in all() {
-            let DeviceProfile { name, memory, context, kernels, neighbor, bytes, link, host, .. } = &profile;
+            let DeviceProfile { name, memory, context, kernels, neighbor, bytes, link, network, host, .. } = &profile;
             let gb = |rate: f64| format!("{:.3}", rate / 1e9).trim_end_matches('0').trim_end_matches('.').to_owned();
             let row = format!(
-                "| {:.2} | {} | {} | {:.1} | {:.1} | {} | {} | {} |",
+                "| {:.2} | {} | {} | {:.1} | {:.1} | {} | {} | {} | {} |",
                 *memory as f64 / (1u64 << 30) as f64,
                 (context + kernels) >> 20,
                 neighbor >> 20,
@@ -317,6 +327,7 @@ mod tests {
                 profile.rates(Precision::F32).flops / 1e12,
                 gb(*bytes),
                 gb(*link),
+                gb(*network),
                 gb(*host),
             );
             let line = documented.lines().find(|line| line.starts_with(&format!("| `{name}` |")));

@@ -73,6 +73,8 @@ impl fmt::Display for LargestBatch {
 pub struct MeshOption {
     /// The mesh.
     pub mesh: Mesh,
+    /// Whether tensor ranks divide the tokens between operations on split tensors.
+    pub sequence_parallel: bool,
     /// Size of the largest arena of a rank in bytes; `None` if the step does not exist on this mesh.
     pub arena_bytes: Option<u64>,
     /// Estimated time of the step in milliseconds.
@@ -88,7 +90,8 @@ pub struct MeshOption {
 /// The meshes of a number of ranks, and the best of them.
 #[derive(Debug, Clone, Serialize)]
 pub struct MeshChoice {
-    /// All meshes. Those with expert ranks are left out if the model has no experts.
+    /// All meshes of which each node has whole groups of tensor ranks. Those with expert ranks are left out if the model
+    /// has no experts.
     pub compared: Vec<MeshOption>,
     /// Index of the chosen mesh: the fastest that fits. If none fits, the one whose ranks need least. `None` if the
     /// step exists on none of them.
@@ -100,30 +103,49 @@ pub struct MeshChoice {
 }
 
 impl MeshChoice {
-    /// Plans and times a run's step on every mesh of `ranks` ranks. The mesh of the run itself has no effect. If no mesh
-    /// fits, and the run sets neither a budget nor a recomputation, all meshes are planned again within the limit, and
+    /// Plans and times a run's step on every mesh of `ranks` ranks. The mesh of the run itself has no effect. Tensor ranks
+    /// divide the tokens, too, if these are divisible (sequence parallelism), because that takes fewer bytes for the same
+    /// messages. If no mesh fits, and the run sets neither a budget nor a recomputation, all meshes are planned again within the limit, and
     /// these plans are returned if any of them fits.
     ///
     /// # Errors
     /// Returns an error if the run is invalid for another reason than its mesh.
     pub fn among(run: &RunConfig, ranks: usize) -> Result<Self, ConfigError> {
         // The ranks that are reported on may not exist on every mesh.
-        let on = |mesh| {
+        let on = |mesh, sequence_parallel| {
             let mut run = RunConfig { mesh, ..run.clone() };
             run.estimate.rank = "0".into();
+            run.step.sequence_parallel = sequence_parallel;
             run
         };
-        let first = Step::new(&on(Mesh::default()))?;
+        let first = Step::new(&on(Mesh::default(), false))?;
         let has_experts = matches!(first.architecture(), Architecture::Moe(_));
         let divisors = |n: usize| (1..=n).filter(move |extent| n.is_multiple_of(*extent));
-        let meshes = divisors(ranks).flat_map(|pipeline| {
-            let rest = ranks / pipeline;
-            let expert_ranks = divisors(rest).filter(|&expert| has_experts || expert == 1);
-            expert_ranks.map(move |expert| Mesh { pipeline, expert, data: rest / expert, ..Mesh::default() })
+        // Messages between tensor ranks are in the path of the computation, so these ranks are on one node.
+        let tensor_ranks = divisors(ranks).filter(|tensor| first.device.node.is_multiple_of(*tensor));
+        let meshes = tensor_ranks.flat_map(|tensor| {
+            divisors(ranks / tensor).flat_map(move |pipeline| {
+                let rest = ranks / tensor / pipeline;
+                // Tensor ranks and expert ranks exclude each other.
+                let expert_ranks = divisors(rest).filter(move |&expert| expert == 1 || (has_experts && tensor == 1));
+                expert_ranks.map(move |expert| Mesh {
+                    tensor,
+                    pipeline,
+                    expert,
+                    data: rest / expert,
+                    ..Mesh::default()
+                })
+            })
         });
         let meshes: Vec<Mesh> = meshes.collect();
-        let compare =
-            |budget| meshes.iter().map(|&mesh| MeshOption::of(mesh, &on(mesh), budget)).collect::<Vec<MeshOption>>();
+        let best_of = |mesh: Mesh, budget| {
+            let option = MeshOption::of(&on(mesh, mesh.tensor > 1), budget);
+            match option.refused {
+                Some(_) if mesh.tensor > 1 => MeshOption::of(&on(mesh, false), budget),
+                _ => option,
+            }
+        };
+        let compare = |budget| meshes.iter().map(|&mesh| best_of(mesh, budget)).collect::<Vec<MeshOption>>();
         let fits = |compared: &[MeshOption]| compared.iter().any(|option| option.fits == Some(true));
         let (mut compared, mut budget) = (compare(None), None);
         let MemoryOptions { recompute, budget: given, .. } = &first.options.memory;
@@ -154,18 +176,20 @@ impl MeshChoice {
     }
 
     /// The chosen mesh.
-    pub fn mesh(&self) -> Option<Mesh> {
-        self.chosen.map(|index| self.compared[index].mesh)
+    pub fn best(&self) -> Option<&MeshOption> {
+        self.chosen.map(|index| &self.compared[index])
     }
 }
 
 impl MeshOption {
     /// Plans and times a run on its mesh, within a budget if one is given.
-    fn of(mesh: Mesh, run: &RunConfig, budget: Option<u64>) -> Self {
+    fn of(run: &RunConfig, budget: Option<u64>) -> Self {
+        let (mesh, sequence_parallel) = (run.mesh, run.step.sequence_parallel);
         let refused = |why: String| {
             let why = why.lines().next().unwrap_or_default().to_owned();
             Self {
                 mesh,
+                sequence_parallel,
                 arena_bytes: None,
                 step_ms: None,
                 fits: None,
@@ -192,7 +216,8 @@ impl MeshOption {
         let timing = if programs.len() == arenas.len() { step.timing(&programs).ok() } else { None };
         let fits = limit.map(|limit| Fits::new(mesh, &arenas, limit).fits);
         let step_ms = timing.map(|timing| timing.nanoseconds() as f64 / 1e6);
-        Self { mesh, arena_bytes: arenas.iter().copied().max(), step_ms, fits, refused: None, reason: None }
+        let arena_bytes = arenas.iter().copied().max();
+        Self { mesh, sequence_parallel, arena_bytes, step_ms, fits, refused: None, reason: None }
     }
 }
 
@@ -212,11 +237,16 @@ fn shortened(why: &str) -> String {
 
 impl fmt::Display for MeshChoice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(f, "{:>8} {:>6} {:>7} {:>12} {:>12}", "pipeline", "data", "experts", "largest rank", "step")?;
+        writeln!(
+            f,
+            "{:>8} {:>8} {:>6} {:>7} {:>12} {:>12}",
+            "tensor", "pipeline", "data", "experts", "largest rank", "step"
+        )?;
         for (index, option) in self.compared.iter().enumerate() {
-            let MeshOption { mesh: Mesh { pipeline, data, expert, .. }, arena_bytes, step_ms, fits, reason, .. } =
-                option;
-            write!(f, "{pipeline:>8} {data:>6} {expert:>7} ")?;
+            let MeshOption { mesh, sequence_parallel, arena_bytes, step_ms, fits, reason, .. } = option;
+            let Mesh { tensor, pipeline, data, expert, .. } = mesh;
+            let tensor = format!("{tensor}{}", if *sequence_parallel { " + seq" } else { "" });
+            write!(f, "{tensor:>8} {pipeline:>8} {data:>6} {expert:>7} ")?;
             if let Some(why) = reason {
                 writeln!(f, "{why}")?;
                 continue;
@@ -268,7 +298,7 @@ mod tests {
                     step = { batch = 4, sequence = 16 }";
         let choice = MeshChoice::among(&RunConfig::parse(text, &[]).unwrap(), 2).unwrap();
         assert!(
-            choice.compared.len() == 2 && choice.compared.iter().all(|option| option.refused.is_none()),
+            choice.compared.len() == 3 && choice.compared.iter().all(|option| option.refused.is_none()),
             "{choice}"
         );
     }

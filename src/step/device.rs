@@ -5,7 +5,7 @@ use std::path::Path;
 
 use gapless_engine::DeviceChoice;
 use gapless_engine::compile::{Instr, InstrKind};
-use gapless_parallel::{Axes, Mesh, Rates};
+use gapless_parallel::{Axes, Coordinate, Mesh, Rates};
 use serde::{Deserialize, Serialize};
 
 use super::fits::OverheadSources;
@@ -50,6 +50,12 @@ pub struct DeviceProfile {
     pub launch: f64,
     /// Link bandwidth that messages reach: bytes per second from a rank to its neighbor, in one direction.
     pub link: f64,
+    /// Number of ranks of a node. Ranks with adjacent numbers are on the same node.
+    #[serde(default = "usual_node")]
+    pub node: usize,
+    /// Bandwidth that messages between nodes reach: bytes per second for each rank of a node, in one direction.
+    #[serde(default = "usual_network")]
+    pub network: f64,
     /// Seconds until the first byte of a message arrives.
     pub latency: f64,
     /// Fraction of the time of collectives over data ranks that is hidden by computation.
@@ -89,6 +95,14 @@ fn oldest_capability() -> f64 {
     OLDEST_CAPABILITY
 }
 
+fn usual_node() -> usize {
+    cards::assumed().node
+}
+
+fn usual_network() -> f64 {
+    cards::assumed().network
+}
+
 fn usual_host() -> f64 {
     cards::assumed().host
 }
@@ -99,7 +113,7 @@ fn usual_disk() -> f64 {
 
 /// Returns the number of ranks with which a rank of this mesh exchanges data, each counted once for every communicator
 /// that connects them: the next and the previous rank of the pipeline, both neighbors in the rings that reduce gradients
-/// and gather parameters, and all other expert ranks.
+/// and gather parameters and in the ring of tensor ranks, and all other expert ranks.
 fn neighbors(mesh: Mesh) -> u64 {
     let Mesh { expert, .. } = mesh;
     let in_ring = |axes| mesh.size(axes).saturating_sub(1).min(2);
@@ -107,7 +121,45 @@ fn neighbors(mesh: Mesh) -> u64 {
     // Copies of a sharded model reduce parts of gradients in a ring of their own.
     let copies = if mesh.shard > 1 { in_ring(Axes::BATCH & !Axes::SHARD) } else { 0 };
     let shards = in_ring(Axes::SHARD) + copies;
-    (in_ring(Axes::PIPELINE) + in_ring(Axes::BATCH) + shards + replicas + expert.saturating_sub(1)) as u64
+    (in_ring(Axes::PIPELINE)
+        + in_ring(Axes::BATCH)
+        + in_ring(Axes::TENSOR)
+        + in_ring(Axes::CONTEXT)
+        + shards
+        + replicas
+        + expert.saturating_sub(1)) as u64
+}
+
+/// The distribution over nodes of the ranks that exchange data.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Reach {
+    /// Number of nodes.
+    pub nodes: usize,
+    /// The most ranks on one node.
+    pub ranks_per_node: usize,
+}
+
+impl Reach {
+    /// Returns the reach of ranks with these numbers, in ascending order, if a node has `node` ranks.
+    fn of(ranks: impl Iterator<Item = usize>, node: usize) -> Self {
+        let nodes: Vec<usize> = ranks.map(|rank| rank / node.max(1)).collect();
+        let ranks_on = nodes.chunk_by(|a, b| a == b).map(<[usize]>::len);
+        Self { nodes: ranks_on.clone().count(), ranks_per_node: ranks_on.max().unwrap_or(1) }
+    }
+
+    /// Returns the reach of the group along these axes to which the first rank of a pipeline stage belongs.
+    pub(super) fn of_group(mesh: Mesh, stage: usize, axes: Axes, node: usize) -> Self {
+        let color = mesh.color(Coordinate { pipeline: stage, ..Coordinate::default() }, axes);
+        let ranks = 0..mesh.ranks().unwrap_or(0);
+        Self::of(ranks.filter(|&rank| mesh.color(mesh.coordinate(rank), axes) == color), node)
+    }
+
+    /// Returns the reach of a message between the first ranks of two pipeline stages.
+    pub(super) fn of_message(mesh: Mesh, stages: [usize; 2], node: usize) -> Self {
+        let mut ranks = stages.map(|pipeline| mesh.rank(Coordinate { pipeline, ..Coordinate::default() }));
+        ranks.sort_unstable();
+        Self::of(ranks.into_iter(), node)
+    }
 }
 
 /// True if an operation is attention or its gradient.
@@ -173,7 +225,7 @@ impl DeviceProfile {
             let why = format!("{} TFLOP/s and {} TB/s are not valid rates", rates.flops / 1e12, rates.bytes / 1e12);
             return Err(ConfigError::value("estimate.tflops, estimate.terabytes", why, "set both above 0"));
         }
-        for (name, rate) in [("host", device.host), ("disk", device.disk)] {
+        for (name, rate) in [("host", device.host), ("disk", device.disk), ("network", device.network)] {
             if rate.is_nan() || rate <= 0.0 {
                 let why = format!("has {name} = {rate}, which is not a valid rate");
                 return Err(ConfigError::value("estimate.profile", why, "set it above 0, in bytes per second"));
@@ -218,6 +270,15 @@ impl DeviceProfile {
         (self.f32_flops, self.bf16_flops) = (flops / self.products, flops / self.products);
     }
 
+    /// Returns the bytes per second that a rank sends. Between nodes, the ranks of a node use the network of all of them
+    /// for one exchange after another, as NCCL's rings do.
+    fn bytes_per_second(&self, reach: Reach) -> f64 {
+        match reach.nodes {
+            0 | 1 => self.link,
+            _ => self.link.min(self.network * reach.ranks_per_node as f64),
+        }
+    }
+
     fn peak(&self, precision: Precision) -> f64 {
         match precision {
             Precision::F32 => self.f32_flops,
@@ -232,12 +293,12 @@ pub trait CostModel {
     fn nanoseconds(&self, instr: &Instr, precision: Precision) -> u64;
 
     /// Returns the nanoseconds until a message of `bytes` bytes has arrived at a neighbor.
-    fn transfer(&self, bytes: u64) -> u64;
+    fn transfer(&self, bytes: u64, reach: Reach) -> u64;
 
     /// Returns the nanoseconds of a collective for which a rank sends `bytes` bytes. If `can_hide` is true, as for
-    /// gradients and parameters, the time that computation hides is subtracted. It is false for the rows of experts,
-    /// because the next operation waits for these rows.
-    fn collective(&self, bytes: f64, can_hide: bool) -> u64;
+    /// gradients and parameters, the time that computation hides is subtracted. It is false for the rows of experts and
+    /// for activations of tensor ranks, because the next operation waits for them.
+    fn collective(&self, bytes: f64, reach: Reach, can_hide: bool) -> u64;
 
     /// Returns the nanoseconds of a copy of `bytes` bytes between the arena and the offload file, in either direction. A
     /// CPU computes nothing during a copy, so the whole time counts. On a GPU, the part counts for which computation
@@ -252,18 +313,42 @@ impl CostModel for DeviceProfile {
         instr.nanoseconds(&self.rates_of(op.name(), precision)).max((self.launch * 1e9) as u64)
     }
 
-    fn transfer(&self, bytes: u64) -> u64 {
-        ((self.latency + bytes as f64 / self.link) * 1e9) as u64
+    fn transfer(&self, bytes: u64, reach: Reach) -> u64 {
+        ((self.latency + bytes as f64 / self.bytes_per_second(reach)) * 1e9) as u64
     }
 
-    fn collective(&self, bytes: f64, can_hide: bool) -> u64 {
+    fn collective(&self, bytes: f64, reach: Reach, can_hide: bool) -> u64 {
         let hidden = if can_hide { self.overlap } else { 0.0 };
-        ((self.latency + bytes / self.link) * (1.0 - hidden) * 1e9) as u64
+        ((self.latency + bytes / self.bytes_per_second(reach)) * (1.0 - hidden) * 1e9) as u64
     }
 
     /// Returns the time over the link to the host plus that of the file, because the runtime copies over one after the
     /// other.
     fn offload(&self, bytes: u64) -> u64 {
         (bytes as f64 * (1.0 / self.host + 1.0 / self.disk) * 1e9) as u64
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// 16 ranks on two nodes: 4 tensor ranks next to each other, 2 stages, 2 copies.
+    #[test]
+    fn groups_reach_over_nodes() {
+        let mesh = Mesh { data: 2, pipeline: 2, tensor: 4, ..Mesh::default() };
+        let group = |axes| Reach::of_group(mesh, 1, axes, 8);
+        let reach = |nodes, ranks_per_node| Reach { nodes, ranks_per_node };
+        assert_eq!(group(Axes::TENSOR), reach(1, 4));
+        assert_eq!(group(Axes::BATCH), reach(2, 1));
+        assert_eq!(group(Axes::BATCH | Axes::TENSOR), reach(2, 4));
+        assert_eq!(Reach::of_message(mesh, [1, 0], 8), reach(1, 2));
+        assert_eq!(Reach::of_message(mesh, [1, 0], 4), reach(2, 1));
+        let device = DeviceProfile { link: 100.0, network: 10.0, latency: 0.0, overlap: 0.5, ..cards::assumed() };
+        let seconds = |axes, can_hide| device.collective(200.0, group(axes), can_hide) as f64 / 1e9;
+        assert_eq!(seconds(Axes::TENSOR, false), 2.0);
+        assert_eq!(seconds(Axes::BATCH, true), 10.0);
+        assert_eq!(seconds(Axes::BATCH | Axes::TENSOR, false), 5.0);
+        assert_eq!(device.transfer(200, Reach::of_message(mesh, [0, 1], 4)), 20_000_000_000);
     }
 }

@@ -82,9 +82,9 @@ impl Extents {
 pub fn estimate(step: &Step, parameters: u64) -> Estimate {
     let extents = Extents::of(step.architecture());
     let options = &step.options;
-    let Mesh { pipeline, data, shard, .. } = options.mesh;
-    let [stages, data, shard, micro_batches, chunks] =
-        [pipeline, data, shard, options.micro_batches, options.pipeline.chunks].map(|n| n as f64);
+    let Mesh { pipeline, data, shard, tensor, .. } = options.mesh;
+    let [stages, data, shard, tensor, micro_batches, chunks] =
+        [pipeline, data, shard, tensor, options.micro_batches, options.pipeline.chunks].map(|n| n as f64);
     // Parameter, gradient and optimizer states.
     let [parameter, gradient, states] = match step.precision() {
         Precision::F32 => [4.0, 4.0, 8.0],
@@ -97,8 +97,11 @@ pub fn estimate(step: &Step, parameters: u64) -> Estimate {
     let head = if stages == 1.0 && !extents.is_tied { table } else { 0.0 };
     let first = extents.parameters_in_layers() / stages + table + head;
     let sequences = options.evaluation_batch() as f64;
-    let tokens = options.sequence as f64 * sequences;
-    let mut activations = tokens * extents.width * (18.0 + 4.0 * extents.hidden / extents.width) * extents.layers;
+    let tokens = options.sequence as f64 * sequences / options.mesh.context as f64;
+    // Without sequence parallelism, tensor ranks divide 24 of the 34 bytes per element of a layer.
+    let whole = tensor > 1.0 && !options.sequence_parallel;
+    let per_element = if whole { 10.0 + 24.0 / tensor } else { 18.0 + 4.0 * extents.hidden / extents.width };
+    let mut activations = tokens * extents.width * per_element * extents.layers;
     activations += (8.0 + extents.width) * tokens * stages;
     if chunks > 1.0 {
         activations *= 1.0 + (stages - 1.0) / (stages * chunks);
@@ -107,14 +110,18 @@ pub fn estimate(step: &Step, parameters: u64) -> Estimate {
     } else {
         activations += tokens * extents.width * 4.0 * (1.0 + extents.vocabulary / extents.width);
     }
+    // The script's margin for what it leaves out without sequence parallelism.
+    activations *= if whole { 1.05 } else { 1.0 / tensor };
     Estimate {
-        bytes_per_parameter: per_parameter * parameters as f64 / stages,
-        megatron: per_parameter * first + activations,
+        bytes_per_parameter: per_parameter * parameters as f64 / stages / tensor,
+        megatron: per_parameter * first / tensor + activations,
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use gapless_parallel::Mesh;
+
     use super::*;
     use crate::run::RunConfig;
 
@@ -135,5 +142,15 @@ step = { precision = 'bf16', batch = 4, micro_batches = 4, sequence = 4096 }",
         let first = layers / 4.0 + 32_000.0 * 4096.0;
         let activations = 4096.0 * (4096.0 * 18.0 + 4.0 * 11008.0) * 32.0 + (8.0 + 4096.0) * 4096.0 * 4.0;
         assert!((found.megatron / (18.0 * first + activations) - 1.0).abs() < 1e-4, "{found:?}");
+        let split = |sequence_parallel| {
+            let mut run = RunConfig { mesh: Mesh { tensor: 4, ..run.mesh }, ..run.clone() };
+            run.step.sequence_parallel = sequence_parallel;
+            estimate(&Step::new(&run).unwrap(), 6_738_415_616)
+        };
+        assert_eq!(split(true).bytes_per_parameter, found.bytes_per_parameter / 4.0);
+        assert_eq!(split(true).megatron, found.megatron / 4.0);
+        // 4 KiB tokens · 4096 · (10 + 24 / 4) · 32 layers, and what all stages receive.
+        let whole = 4096.0 * 4096.0 * 16.0 * 32.0 + (8.0 + 4096.0) * 4096.0 * 4.0;
+        assert!((split(false).megatron / (18.0 * first / 4.0 + 1.05 * whole) - 1.0).abs() < 1e-4);
     }
 }

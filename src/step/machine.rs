@@ -26,7 +26,7 @@ use gapless_engine::runtime::{RunOptions, Session};
 use gapless_engine::{DType, Spec, TrainError};
 use rayon::prelude::*;
 
-use super::device::OLDEST_CAPABILITY;
+use super::device::{OLDEST_CAPABILITY, Reach};
 use super::{CostModel, DeviceProfile, Precision};
 
 /// Number of measured runs of each operation. The result is their median.
@@ -128,13 +128,13 @@ impl CostModel for ThisMachine {
         })
     }
 
-    fn transfer(&self, bytes: u64) -> u64 {
+    fn transfer(&self, bytes: u64, _: Reach) -> u64 {
         Link::known().nanoseconds(bytes as f64)
     }
 
     /// Returns the full time. Summing on this CPU uses cores that would otherwise compute, so no part of the time is
     /// hidden.
-    fn collective(&self, bytes: f64, _: bool) -> u64 {
+    fn collective(&self, bytes: f64, _: Reach, _: bool) -> u64 {
         Link::known().nanoseconds(bytes)
     }
 
@@ -168,6 +168,8 @@ pub(super) fn profile() -> DeviceProfile {
             bytes: bytes_per_second(),
             launch: 1e-6,
             link: 1e9 / link.byte.max(1e-3),
+            node: usize::from(u16::MAX),
+            network: f64::INFINITY,
             latency: link.latency / 1e9,
             overlap: 0.0,
             host: f64::INFINITY,

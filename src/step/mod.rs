@@ -41,8 +41,8 @@ mod sketch;
 mod timing;
 
 pub use choose::{LargestBatch, MeshChoice, MeshOption};
-pub use device::{CostModel, DeviceProfile, UnknownDevice};
-pub use eager::{EagerError, EagerRun, ExpertRows, StartUp};
+pub use device::{CostModel, DeviceProfile, Reach, UnknownDevice};
+pub use eager::{EagerBytes, EagerError, EagerRun, ExpertRows, StartUp};
 pub use estimate::{Estimate, estimate};
 pub use expert_rows::RoutedRows;
 pub use fits::{Fits, Limit, OverheadSources, Overheads};
@@ -55,5 +55,5 @@ pub use sketch::{Sketch, SketchKey};
 pub use timing::{BusyTime, Timing, TimingError};
 
 use crate::run::refused;
-pub use crate::run::{ConfigError, ExpertLoad, Lowering, RecordedLoad};
+pub use crate::run::{ConfigError, ExpertLoad, Lowering, MegatronConfig, RecordedLoad};
 pub use gapless_engine::Precision;

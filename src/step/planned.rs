@@ -12,7 +12,7 @@ use gapless_parallel::Coordinate;
 
 use super::device::{DeviceProfile, OLDEST_CAPABILITY};
 use super::machine;
-use crate::run::{ConfigError, ExpertLoad, Lowering, ModelConfig, Rule, RunConfig};
+use crate::run::{ConfigError, ExpertLoad, Lowering, MegatronConfig, ModelConfig, Rule, RunConfig};
 
 /// A training step that can be recorded, compiled, planned and timed.
 #[derive(Debug, Clone)]
@@ -25,6 +25,8 @@ pub struct Step {
     pub has_named_device: bool,
     /// The source of the tensor lifetimes.
     pub lowering: Lowering,
+    /// Settings of [`Lowering::Megatron`].
+    pub megatron: MegatronConfig,
     /// The distribution of tokens over experts, for comparisons with other allocators.
     pub expert_load: ExpertLoad,
     /// The pipeline ranks that the commands report on.
@@ -49,7 +51,7 @@ impl Step {
             ModelConfig::Folder(path) => Some(read(path)?),
             _ => None,
         };
-        let architecture = match &config {
+        let mut architecture = match &config {
             Some(config) => config.architecture().clone(),
             None => model.architecture().map_err(|why| ConfigError::value("model", why, "correct it"))?,
         };
@@ -57,7 +59,10 @@ impl Step {
         let target = options.target();
         let TrainOptions { step: options, device, threads, .. } = options;
         options.check_values().map_err(|error| super::refused(error.into()))?;
-        check_lowering(run)?;
+        check_lowering(run, &architecture)?;
+        if run.estimate.lowering == Lowering::Megatron {
+            pad_vocabulary(&mut architecture, 128 * options.mesh.tensor);
+        }
         check_load(&run.estimate.expert_load, &architecture)?;
         // Adapters are f32 in every precision.
         if run.optimizer.name == Rule::GaLore
@@ -80,6 +85,7 @@ impl Step {
             device: DeviceProfile::of(run)?,
             has_named_device: run.estimate.profile.is_some(),
             lowering: run.estimate.lowering,
+            megatron: run.estimate.megatron.clone(),
             expert_load: run.estimate.expert_load.clone(),
             title: run.model.title(),
             options,
@@ -212,7 +218,7 @@ fn read(path: &Path) -> Result<Config, ConfigError> {
 }
 
 /// Checks that the step can be lowered as an eager framework would run it, if `lowering` asks for this.
-fn check_lowering(run: &RunConfig) -> Result<(), ConfigError> {
+fn check_lowering(run: &RunConfig, architecture: &Architecture) -> Result<(), ConfigError> {
     let remedy = "leave estimate.lowering out, or the other key";
     let refuse = |key, why| Err(ConfigError::value(key, format!("{why} for eager frameworks"), remedy));
     match run.estimate.lowering {
@@ -220,11 +226,33 @@ fn check_lowering(run: &RunConfig) -> Result<(), ConfigError> {
         _ if run.optimizer.name != Rule::AdamW => refuse("optimizer.name", "only adamw is supported"),
         _ if !run.memory.compress.is_empty() => refuse("memory.compress", "is not supported"),
         _ if !run.memory.offload.is_empty() => refuse("memory.offload", "is not supported"),
+        Lowering::Megatron if run.step.precision != Precision::Bf16 => {
+            refuse("step.precision", "megatron requires bf16 with f32 masters")
+        }
+        Lowering::Megatron if matches!(architecture, Architecture::Moe(_)) => {
+            refuse("estimate.lowering", "megatron has no experts")
+        }
+        Lowering::Megatron if run.estimate.megatron.optimizer_ranks == Some(0) => {
+            refuse("estimate.megatron.optimizer_ranks", "is 0, but at least one rank has the states")
+        }
+        Lowering::Eager | Lowering::EagerAmp if run.mesh.tensor > 1 => {
+            refuse("mesh.tensor", "is supported by megatron alone")
+        }
         Lowering::EagerAmp if run.step.precision != Precision::Bf16 => {
             refuse("step.precision", "autocast requires bf16")
         }
         _ => Ok(()),
     }
+}
+
+/// Pads the vocabulary to a multiple, as Megatron does so that tensor ranks have equal parts.
+fn pad_vocabulary(architecture: &mut Architecture, multiple: usize) {
+    let vocabulary = match architecture {
+        Architecture::Gpt(gpt) => &mut gpt.vocabulary,
+        Architecture::Llama(llama) => &mut llama.vocabulary,
+        Architecture::Moe(moe) => &mut moe.llama.vocabulary,
+    };
+    *vocabulary = vocabulary.next_multiple_of(multiple);
 }
 
 /// Checks that recorded loads are of a model with as many layers of experts, and with at least as many experts.

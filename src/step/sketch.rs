@@ -93,7 +93,7 @@ impl Step {
             let twice: Vec<Program> = once.iter_mut().flat_map(|ways| ways.drain(1..)).collect();
             let once: Vec<Program> = once.into_iter().flatten().collect();
             let way = |programs: &[Program]| Variant {
-                measured: ActionDurations { all_as: Some(MicroBatch(last)), ..self.measured(programs) },
+                measured: self.measured(programs).all_as(MicroBatch(last)),
                 ranks: programs.iter().map(|program| KeptBytes::of(program, last)).collect(),
             };
             let is_twice = twice.len() == once.len();
@@ -123,7 +123,7 @@ impl Step {
                 sketch.use_twice(&twice, &mut measured);
             }
         }
-        self.simulated(measured)
+        self.simulated(measured.with_once(&table))
     }
 
     /// Returns the sure bytes of each rank, which are a lower bound of its peak of live bytes. Sure bytes include

@@ -5,15 +5,16 @@
 //! but no part of the exchange of experts' rows, and no part of copies to the offload file and from it, because the
 //! runtime waits for each of these copies.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 
 use gapless_alloc::lower_bound;
 use gapless_engine::compile::{Instr, InstrKind, Operand, Program, table};
 use gapless_engine::ops::Collective;
 use gapless_parallel::{
-    Action, Cell, Costs, Durations, Error, Kind, Mesh, MicroBatch, Shape, StageId, Stuck, Timeline, simulate,
+    Action, Axes, Cell, Costs, Durations, Error, Kind, Mesh, MicroBatch, Shape, StageId, Stuck, Timeline, simulate,
 };
 
+use super::device::Reach;
 use super::{CostModel, Precision, Step, ThisMachine};
 
 /// The simulated times of a step.
@@ -90,7 +91,7 @@ impl Step {
     /// # Errors
     /// Returns the errors of [`Self::timing`].
     pub fn timing_with(&self, programs: &[Program], costs: &dyn CostModel) -> Result<Timing, TimingError> {
-        self.simulated(ActionDurations::of(programs, costs, self.precision(), self.options.mesh))
+        self.simulated(ActionDurations::of(programs, costs, self.precision(), self.network()))
     }
 
     /// Simulates the step at the rates of its device's profile. This is [`Self::timing`], except on `this-machine`, where
@@ -105,7 +106,7 @@ impl Step {
     /// Returns the time for which a rank is busy, at the rates of the device's profile.
     pub fn busy_time(&self, program: &Program) -> BusyTime {
         let programs = std::slice::from_ref(program);
-        let measured = ActionDurations::of(programs, &self.device, self.precision(), self.options.mesh);
+        let measured = ActionDurations::of(programs, &self.device, self.precision(), self.network());
         let sum = |of: &HashMap<Action, u64>| of.values().sum::<u64>();
         BusyTime {
             all: sum(&measured.actions) + measured.updates.iter().sum::<u64>(),
@@ -114,9 +115,13 @@ impl Step {
         }
     }
 
+    fn network(&self) -> Network {
+        Network { mesh: self.options.mesh, node: self.device.node, known: HashMap::new() }
+    }
+
     pub(super) fn measured(&self, programs: &[Program]) -> ActionDurations {
         let measured_by =
-            |costs: &dyn CostModel| ActionDurations::of(programs, costs, self.precision(), self.options.mesh);
+            |costs: &dyn CostModel| ActionDurations::of(programs, costs, self.precision(), self.network());
         match self.machine(programs) {
             Some(machine) => measured_by(&machine),
             None => measured_by(&self.device),
@@ -177,6 +182,10 @@ pub(super) struct ActionDurations {
     pub recomputed: HashMap<Action, u64>,
     /// For each action, the time that is spent on copies to the offload file and from it.
     pub offloaded: HashMap<Action, u64>,
+    /// Work that a rank does once per step, inside the last action of a kind: the rank, the action, and the time.
+    pub early: Vec<(usize, Action, u64)>,
+    /// The same work by action, if the durations of only one micro-batch are known.
+    pub once: HashMap<Action, u64>,
     /// If the durations of only one micro-batch are known, this micro-batch. Its durations then apply to all
     /// micro-batches.
     pub all_as: Option<MicroBatch>,
@@ -184,7 +193,8 @@ pub(super) struct ActionDurations {
 
 impl Durations for ActionDurations {
     fn action(&self, action: Action) -> u64 {
-        self.actions.get(&self.representative_of(action)).copied().unwrap_or(0)
+        let [of_all, once] = [self.actions.get(&self.representative_of(action)), self.once.get(&action)];
+        of_all.into_iter().chain(once).sum()
     }
 
     fn transfer(&self, from: Action) -> u64 {
@@ -244,23 +254,24 @@ impl ActionDurations {
         Action { micro_batch: self.all_as.unwrap_or(action.micro_batch), ..action }
     }
 
-    fn of(programs: &[Program], device: &dyn CostModel, precision: Precision, mesh: Mesh) -> Self {
+    fn of(programs: &[Program], device: &dyn CostModel, precision: Precision, mut network: Network) -> Self {
         let mut measured = Self::default();
         let mut known = Known::default();
-        for program in programs {
+        for (stage, program) in programs.iter().enumerate() {
             let mut update = 0;
             let mut hidden = HiddenCopies::of(program);
             for part in &program.parts {
-                let mut sent = 0;
-                let (mut time, mut again, mut copies) = (0, 0, 0);
+                let mut sent = BTreeMap::new();
+                let (mut time, mut again, mut copies, mut early) = (0, 0, 0, 0);
                 for instr in &program.instrs[part.instrs.clone()] {
                     let here = match &instr.kind {
                         InstrKind::Compute(_) => known.nanoseconds(instr, device, precision),
                         InstrKind::Collective(collective, _) => {
-                            collective_nanoseconds(program, instr, *collective, device, mesh)
+                            collective_nanoseconds(program, instr, *collective, device, (&mut network, stage))
                         }
-                        InstrKind::Send(_) => {
-                            sent += bytes(program, &instr.inputs);
+                        InstrKind::Send(message) => {
+                            let reach = Reach::of_message(network.mesh, [stage, message.peer], network.node);
+                            sent.entry(message.peer).or_insert((reach, 0)).1 += bytes(program, &instr.inputs);
                             0
                         }
                         InstrKind::Offload(id) | InstrKind::Fetch(id) => {
@@ -281,6 +292,9 @@ impl ActionDurations {
                     }
                     time += here;
                     again += if instr.rematerialized { here } else { 0 };
+                    // Nodes of the update are lowered once, with the first micro-batch.
+                    let is_early = part.action.is_some_and(|action| action.micro_batch.0 != instr.micro_batch);
+                    early += if is_early { here } else { 0 };
                 }
                 match part.action {
                     // An action may have several parts, because other instructions were moved into the middle of the
@@ -289,8 +303,10 @@ impl ActionDurations {
                         *measured.actions.entry(action).or_default() += time;
                         *measured.recomputed.entry(action).or_default() += again;
                         *measured.offloaded.entry(action).or_default() += copies;
-                        if sent > 0 {
-                            let transfer = device.transfer(sent);
+                        measured.early.extend((early > 0).then_some((stage, action, early)));
+                        if !sent.is_empty() {
+                            let transfer: u64 =
+                                sent.values().map(|&(reach, bytes)| device.transfer(bytes, reach)).sum();
                             measured.transfers.entry(action).and_modify(|all| *all += transfer).or_insert(transfer);
                         }
                     }
@@ -300,6 +316,25 @@ impl ActionDurations {
             measured.updates.push(update);
         }
         measured
+    }
+
+    /// Makes the durations of one micro-batch those of all, without the work that a rank does once per step.
+    pub(super) fn all_as(mut self, micro_batch: MicroBatch) -> Self {
+        for (_, action, time) in &self.early {
+            *self.actions.entry(*action).or_default() -= time;
+        }
+        Self { all_as: Some(micro_batch), ..self }
+    }
+
+    /// Adds the work that each rank does once per step to the last action of its kind in a table of actions.
+    pub(super) fn with_once(mut self, table: &[Vec<Action>]) -> Self {
+        for &(rank, Action { kind, stage, .. }, time) in &self.early {
+            let mut actions = table[rank].iter().rev();
+            if let Some(&last) = actions.find(|action| (action.kind, action.stage) == (kind, stage)) {
+                *self.once.entry(last).or_default() += time;
+            }
+        }
+        self
     }
 
     /// Returns the costs of a stage, which are the means over its actions.
@@ -342,6 +377,21 @@ impl Known {
     }
 }
 
+/// The distribution of a mesh's ranks over nodes.
+struct Network {
+    mesh: Mesh,
+    /// Number of ranks of a node.
+    node: usize,
+    known: HashMap<(usize, Axes), Reach>,
+}
+
+impl Network {
+    fn reach(&mut self, stage: usize, axes: Axes) -> Reach {
+        let &mut Self { mesh, node, .. } = self;
+        *self.known.entry((stage, axes)).or_insert_with(|| Reach::of_group(mesh, stage, axes, node))
+    }
+}
+
 /// Returns the bytes of these tensors. If the number of routed rows is only known at run time, balanced routing is
 /// assumed.
 fn bytes(program: &Program, operands: &[Operand]) -> u64 {
@@ -353,16 +403,17 @@ fn bytes(program: &Program, operands: &[Operand]) -> u64 {
     operands.iter().map(bytes_of).sum()
 }
 
-/// Returns the time of a collective that computation does not hide. Ring algorithms are assumed, as in NCCL's
-/// documentation.
+/// Returns the time of a collective of a pipeline stage that computation does not hide. Ring algorithms are assumed, as in
+/// NCCL's documentation. Collectives over tensor ranks are in the path of the computation, so nothing hides them.
 fn collective_nanoseconds(
     program: &Program,
     instr: &Instr,
     collective: Collective,
     device: &dyn CostModel,
-    mesh: Mesh,
+    (network, stage): (&mut Network, usize),
 ) -> u64 {
-    let ranks = mesh.size(collective.axes());
+    let axes = collective.axes();
+    let ranks = network.mesh.size(axes);
     let (input, output) = (instr.inputs.get(..1).unwrap_or_default(), instr.outputs.get(..1).unwrap_or_default());
     let (whole, ways, can_hide) = match collective {
         Collective::AllReduce { .. } => (bytes(program, input), 2.0, true),
@@ -374,5 +425,5 @@ fn collective_nanoseconds(
         return 0;
     }
     let sent = ways * whole as f64 * (ranks - 1) as f64 / ranks as f64;
-    device.collective(sent, can_hide)
+    device.collective(sent, network.reach(stage, axes), can_hide && axes & Axes::TENSOR == Axes::NONE)
 }

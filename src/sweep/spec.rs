@@ -57,6 +57,9 @@ pub struct SweepOptions {
     pub capacity: Option<u64>,
     /// Selects the configurations that are planned and replayed, among those that can fit the device.
     pub plan: PlannedConfigurations,
+    /// The number of ranks of each configuration. Combinations whose mesh has another number are left out.
+    #[serde(skip_serializing)]
+    pub ranks: Option<usize>,
     /// A rank is only replayed if its live bytes are at least this fraction of the fullest rank's live bytes.
     pub fullest: f64,
 }
@@ -68,6 +71,7 @@ impl Default for SweepOptions {
             allocators: allocators.map(str::to_owned).to_vec(),
             capacity: None,
             plan: PlannedConfigurations::Front,
+            ranks: None,
             fullest: 0.9,
         }
     }
@@ -204,7 +208,11 @@ impl Sweep {
         }
         let configurations = configurations(&base, &file, &lists, &menus).map_err(|error| here(error, "vary"))?;
         if configurations.is_empty() {
-            return Err(ConfigError::value("skip", "leaves no configuration", "skip less, or vary more"));
+            let (key, why) = match file.sweep.ranks {
+                Some(ranks) => ("sweep.ranks", format!("leaves no configuration: no mesh has {ranks} ranks")),
+                None => ("skip", "leaves no configuration".to_owned()),
+            };
+            return Err(ConfigError::value(key, why, "skip less, or vary more"));
         }
         let varied = lists.into_iter().map(|(key, _)| key).collect();
         let title = title(&configurations);
@@ -387,7 +395,8 @@ fn configurations(
             [&root, &resolved].into_iter().any(|table| is_one_of(value_at(table, key), value))
         };
         let is_met = |condition: &Table| flatten(condition, "").iter().all(has);
-        if !file.skip.iter().any(is_met) {
+        let has_ranks = file.sweep.ranks.is_none_or(|ranks| run.mesh.ranks().is_ok_and(|all| all == ranks));
+        if has_ranks && !file.skip.iter().any(is_met) {
             let step = Step::new(&run).map_err(|error| error.to_string());
             let key = digest(&resolved, &step, file);
             let met = (1..).zip(menus).filter(|(_, (_, condition))| is_met(condition)).map(|(index, _)| index);

@@ -500,6 +500,40 @@ fn a_sketch_bounds_the_step() {
     assert!(checked > 40, "{checked}");
 }
 
+/// All axes of the mesh vary together, and only meshes of four ranks are kept. Each row has the bytes of plans made one by
+/// one, and the sketch bounds the step.
+#[test]
+fn meshes_of_a_number_of_ranks() {
+    let text = "[step]\nmodel = \"gpt:vocabulary=64,layers=4,heads=4,width=32\"\nbatch = 8\nmicro_batches = 2\nsequence = 16\n\
+                [vary]\ntensor_ranks = [1, 2, 4]\npipeline_ranks = [1, 2, 4]\ndata_ranks = [1, 2, 4]\n\
+                sequence_parallel = [false, true]\n[sweep]\nplan = \"all\"\nranks = 4\n";
+    let sweep = Sweep::parse(text).unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let rows = all(&sweep, folder.path(), 2).rows;
+    // 4 is a product of three ordered factors in six ways.
+    assert_eq!(rows.len(), 2 * 6);
+    let mut times = HashSet::new();
+    for (configuration, row) in sweep.configurations.iter().zip(&rows) {
+        let step = configuration.step.as_ref().unwrap();
+        let Some(figures) = &row.figures else {
+            assert!(row.why.as_ref().unwrap().contains("step.sequence_parallel: there is one tensor rank"), "{row:?}");
+            continue;
+        };
+        assert_eq!(step.options.mesh.ranks().unwrap(), 4);
+        let graph = step.record().unwrap();
+        let programs = step.programs(&graph).unwrap();
+        let live: Vec<u64> = programs.iter().map(|program| lower_bound(&table(program).unwrap())).collect();
+        assert_eq!(figures.live_bytes, live, "{:?}", configuration.values);
+        assert!(figures.at_least.iter().zip(&live).all(|(sure, live)| sure <= live), "{figures:?}");
+        let whole = step.timing(&programs).unwrap().nanoseconds();
+        assert!(figures.nanoseconds.abs_diff(whole) * 100 <= whole, "{:?}: {whole} ns", configuration.values);
+        times.insert(figures.nanoseconds);
+    }
+    assert!(rows.iter().filter(|row| row.status == Status::Fits).count() == 9 && times.len() == 9);
+    let none = Sweep::parse(&text.replace("ranks = 4\n", "ranks = 5\n")).unwrap_err().to_string();
+    assert!(none.contains("sweep.ranks") && none.contains("no mesh has 5 ranks"), "{none}");
+}
+
 /// The refusal of a budget names the rank that needs most, which is not the first one here.
 #[test]
 fn a_budget_is_refused_for_the_fullest_rank() {

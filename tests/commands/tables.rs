@@ -115,6 +115,11 @@ const TABLES: &[(&str, &str, Source)] = &[
     ("docs/moe.md", "| `MoeStyle`", Stated("models/src/moe.rs")),
     ("docs/moe.md", "| threads | step", TRAIN_STEP),
     ("docs/moe.md", "| part of the step", TRAIN_STEP),
+    (
+        "docs/ranks.md",
+        "| ranks | sequence parallelism",
+        Compared("tests/training/tensor_reports.rs", "activations_of_a_layer_follow_from_the_papers_formula"),
+    ),
     ("docs/optimizers.md", "| optimizer | states", Stated("tests/training/optimizers.rs")),
     ("docs/optimizers.md", "| singular values", Stated("engine/graph/src/optim/subspace.rs")),
     ("docs/optimizers.md", "| step | AdamW", Printed("gapless train", "src/bin/gapless/train.rs", Measured)),
@@ -162,6 +167,11 @@ const TABLES: &[(&str, &str, Source)] = &[
         "docs/sweep.md",
         "| load | allocator",
         Printed("gapless sweep specs/qwen-moe.toml", "src/bin/gapless/sweep.rs", Minutes),
+    ),
+    (
+        "docs/published_bytes.md",
+        "| case | tensor",
+        Compared("examples/published_bytes.rs", "states_and_peaks_are_those_of_the_page"),
     ),
     ("docs/weights_and_data.md", "| data | rows", Stated("docs/weights_and_data.md")),
 ];

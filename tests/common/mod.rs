@@ -202,13 +202,12 @@ impl TinyRun {
     }
 
     /// Returns, for each token, the position at which its document begins, for [`TrainOptions::documents`]. Documents
-    /// have 1 to 9 tokens and differ between sequences.
+    /// have 1 to 9 tokens and differ between sequences. The answers of pairs are not packed.
     fn starts(&self) -> Vec<u32> {
+        let StepOptions { batch, sequence, documents, preference, .. } = &self.options.step;
         let mut starts = Vec::new();
-        for index in
-            0..if self.options.step.documents { self.options.step.batch * self.options.step.sequence } else { 0 }
-        {
-            let at = (index % self.options.step.sequence) as u32;
+        for index in 0..if *documents && preference.is_none() { batch * sequence } else { 0 } {
+            let at = (index % sequence) as u32;
             let begins = at == 0 || at - starts[index - 1] > (index * index % 11 % 9) as u32;
             starts.push(if begins { at } else { starts[index - 1] });
         }
@@ -221,7 +220,19 @@ impl TinyRun {
         for (target, next) in targets.iter_mut().zip(starts.iter().skip(1).zip(&starts)) {
             *target = if next.0 == next.1 { *target } else { IGNORED };
         }
-        trainer.step_batch(&Batch { tokens: &tokens, targets: &targets, starts: &starts }).expect("the step is sound")
+        let StepOptions { batch, sequence, preference, .. } = &self.options.step;
+        let report = match preference {
+            None => trainer.step_batch(&Batch { tokens: &tokens, targets: &targets, starts: &starts }),
+            Some(_) => {
+                // The first tokens of a sequence are the prompt. References differ from pair to pair.
+                let (prompt, reference) = (sequence / 3, (0..*batch).map(|index| -60.0 - index as f32));
+                let in_prompt = targets.iter_mut().enumerate().filter(|(index, _)| index % sequence < prompt);
+                in_prompt.for_each(|(_, target)| *target = IGNORED);
+                let reference: Vec<f32> = reference.collect();
+                trainer.step_pairs(&Batch { tokens: &tokens, targets: &targets, starts: &starts }, &reference)
+            }
+        };
+        report.expect("the step is sound")
     }
 
     pub fn steps(&self, count: u64) -> Outcome {

@@ -8,6 +8,7 @@ mod bf16;
 mod causality;
 #[path = "../common/mod.rs"]
 mod common;
+mod context_ranks;
 mod determinism;
 mod documents;
 mod expert_ranks;
@@ -29,6 +30,7 @@ mod sharded_ranks;
 mod stash;
 mod step_memory;
 mod tensor_ranks;
+mod tensor_reports;
 mod trainable;
 mod uneven;
 mod update;

@@ -71,9 +71,10 @@ fn same_bits(seen: &[Seen], expected: &[Seen], what: &str) {
     }
 }
 
-/// Meshes with expert ranks alone, with pipeline stages, and with data ranks.
-fn meshes() -> [Mesh; 4] {
-    [experts(2), experts(4), Mesh { pipeline: 2, ..experts(2) }, Mesh { data: 2, ..experts(2) }]
+/// Meshes with expert ranks alone, with pipeline stages, with data ranks, and with tensor ranks.
+fn meshes() -> [Mesh; 5] {
+    let experts_on = |data, pipeline, tensor| Mesh { data, pipeline, tensor, ..experts(2) };
+    [experts(2), experts(4), experts_on(1, 2, 1), experts_on(2, 1, 1), experts_on(1, 1, 2)]
 }
 
 /// Returns options for this mesh, with `micro_batches` as in [`options`].
@@ -81,6 +82,7 @@ fn on(mesh: Mesh, routing: Reserve, overflow: Overflow) -> TrainOptions {
     TrainOptions {
         step: StepOptions {
             micro_batches: 4 / (mesh.expert * mesh.data),
+            sequence_parallel: mesh.tensor > 1,
             memory: MemoryOptions { overflow, ..options(mesh, routing).step.memory },
             ..options(mesh, routing).step
         },
@@ -99,8 +101,9 @@ fn uneven_cases() -> impl Iterator<Item = Case> {
 #[test]
 fn growing_changes_no_bit_and_lasts() {
     let balanced = |factor| Reserve::Balanced { factor };
-    let [two, four, pipeline, copies] = meshes();
+    let [two, four, pipeline, copies, tensor] = meshes();
     let all = [
+        (tensor, balanced(0.7)),
         (two, Reserve::Bytes(0)),
         (pipeline, balanced(0.7)),
         (four, balanced(1.0)),
@@ -148,8 +151,9 @@ fn grows_as_it_must(case: &Case, seen: &Seen, what: &str) {
 /// with other recomputation, in pipelines, and with data ranks. No arena ever overflows.
 #[test]
 fn evicted_rows_are_recomputed_with_the_same_bits() {
-    let [two, four, pipeline, copies] = meshes();
+    let [two, four, pipeline, copies, tensor] = meshes();
     let all = [
+        (tensor, 0.5, "none"),
         (two, 1.0, "layers"),
         (pipeline, 0.5, "none"),
         (copies, 1.0, "ops:grouped_linear"),

@@ -1,14 +1,19 @@
 //! Tensors that are divided among ranks give the results of one rank.
 
 use std::collections::BTreeMap;
+use std::ops::ControlFlow;
 
 use gapless::models::MoeStyle;
-use gapless::{AdamW, Checkpoint, DType, Mesh, Trainer, Window};
+use gapless::nn::Preference;
+use gapless::{
+    AdamW, Checkpoint, DType, GenerateOptions, Generation, Lora, Mesh, NextToken, Precision, StepOptions, Trainable,
+    Trainer, Window,
+};
 use gapless_testing::in_turn;
 
-use crate::common::{Kind, TinyRun};
+use crate::common::{Kind, TinyRun, VOCABULARY};
 
-fn mesh(tensor: usize) -> Mesh {
+pub fn mesh(tensor: usize) -> Mesh {
     Mesh { tensor, ..Mesh::default() }
 }
 
@@ -23,12 +28,14 @@ pub struct Outcome {
     pub tensors: BTreeMap<String, Vec<f32>>,
     /// Names of parameters of which no rank holds all.
     pub split: Vec<String>,
+    /// The watched values, such as the loads of experts.
+    pub watched: Vec<(String, Vec<f32>)>,
 }
 
 /// The tensors that a rank has, with the parts of them that these are.
-type Parts = Vec<(String, Window, Vec<f32>)>;
+pub type Parts = Vec<(String, Window, Vec<f32>)>;
 
-fn parts(trainer: &Trainer) -> Parts {
+pub fn parts(trainer: &Trainer) -> Parts {
     let names: Vec<String> = trainer.parameter_names().map(str::to_owned).collect();
     let read = |tensor: candle_core::Tensor| {
         tensor.flatten_all().unwrap().to_dtype(DType::F32).unwrap().to_vec1::<f32>().unwrap()
@@ -49,7 +56,7 @@ fn parts(trainer: &Trainer) -> Parts {
 }
 
 /// Puts the parts of all ranks together. Elements that several ranks have must be equal.
-fn gather(ranks: Vec<Parts>) -> (BTreeMap<String, Vec<f32>>, Vec<String>) {
+pub fn gather(ranks: Vec<Parts>) -> (BTreeMap<String, Vec<f32>>, Vec<String>) {
     let mut tensors: BTreeMap<String, (Vec<f32>, Vec<bool>)> = BTreeMap::new();
     let mut split = Vec::new();
     for (name, window, values) in ranks.into_iter().flatten() {
@@ -82,24 +89,27 @@ pub fn run_after(
         let (mut losses, mut norms) = (Vec::new(), Vec::new());
         before(&mut trainer);
         for _ in 0..steps {
-            let (tokens, targets) = run.batch(trainer.steps());
-            let report = trainer.step(&tokens, &targets).unwrap();
+            let report = run.step(&mut trainer);
             losses.push(report.loss);
             norms.push(report.gradient_norm);
         }
         after(&mut trainer);
-        (losses, norms, parts(&trainer))
+        let values = |name: &str| trainer.watched(name).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        let watched = trainer.watched_names().map(|name| (name.to_owned(), values(name)));
+        let watched: Vec<(String, Vec<f32>)> = if steps > 0 { watched.collect() } else { Vec::new() };
+        (losses, norms, watched, parts(&trainer))
     };
     let ranks = match run.options.step.mesh.ranks().unwrap() {
         1 => vec![each(run.trainer())],
         _ => run.on_ranks(each),
     };
-    let (losses, norms) = (ranks[0].0.clone(), ranks[0].1.clone());
-    for (rank, (own_losses, own_norms, _)) in ranks.iter().enumerate() {
-        assert_eq!((own_losses, own_norms), (&losses, &norms), "rank {rank} reports the same");
+    let (losses, norms, watched, _) = ranks[0].clone();
+    for (rank, (own_losses, own_norms, own_watched, _)) in ranks.iter().enumerate() {
+        let reported = (own_losses, own_norms, own_watched);
+        assert_eq!(reported, (&losses, &norms, &watched), "rank {rank} reports the same");
     }
-    let (tensors, split) = gather(ranks.into_iter().map(|(_, _, parts)| parts).collect());
-    Outcome { losses, norms, tensors, split }
+    let (tensors, split) = gather(ranks.into_iter().map(|(.., parts)| parts).collect());
+    Outcome { losses, norms, tensors, split, watched }
 }
 
 pub fn run(run: &TinyRun, steps: u64) -> Outcome {
@@ -109,27 +119,36 @@ pub fn run(run: &TinyRun, steps: u64) -> Outcome {
 /// Compares results that only differ in the order of summation. AdamW divides gradients by their size, so where a
 /// gradient is rounding alone (the biases of keys, to which a softmax is blind), the steps of a parameter are, too.
 pub fn close(outcome: &Outcome, expected: &Outcome, what: &str) {
+    within(outcome, expected, (1e-5, 1e-3), what);
+}
+
+/// Compares losses, norms, gradients and their means with the first tolerance, other tensors with the second. Both are
+/// relative: to the number, or to the norm of the tensor.
+fn within(outcome: &Outcome, expected: &Outcome, (of_gradients, of_others): (f64, f64), what: &str) {
     let pairs = outcome.losses.iter().zip(&expected.losses).chain(outcome.norms.iter().zip(&expected.norms));
-    for (a, b) in pairs {
-        assert!((a - b).abs() <= 1e-5 * b.abs(), "{what}: {a} instead of {b}");
+    for (at, (a, b)) in pairs.enumerate() {
+        let is_close = f64::from((a - b).abs()) <= of_gradients * f64::from(b.abs());
+        assert!(is_close, "{what}: loss or norm {at} is {a} instead of {b}");
     }
+    assert!(outcome.watched == expected.watched, "{what}: {:?} instead of {:?}", outcome.watched, expected.watched);
     assert!(outcome.tensors.keys().eq(expected.tensors.keys()), "{what}");
     for ((name, a), b) in outcome.tensors.iter().zip(expected.tensors.values()) {
         assert_eq!(a.len(), b.len(), "{what}: {name}");
         let distance = a.iter().zip(b).map(|(a, b)| f64::from(a - b).powi(2)).sum::<f64>().sqrt();
         let norm = b.iter().map(|&b| f64::from(b).powi(2)).sum::<f64>().sqrt();
-        let most = if name.starts_with("gradient") { 1e-5 } else { 1e-3 };
+        let is_gradient = name.starts_with("gradient") || name.starts_with("exp_avg/");
+        let most = if is_gradient { of_gradients } else { of_others };
         assert!(distance <= most * norm.max(1e-3), "{what}: {name} is off by {distance} of {norm}");
     }
 }
 
-fn case(kind: Kind, mesh: Mesh, sequence_parallel: bool) -> TinyRun {
+pub fn case(kind: Kind, mesh: Mesh, sequence_parallel: bool) -> TinyRun {
     let mut run = TinyRun { kind, ..TinyRun::default() };
     run.options.threads = 1;
     run.options.step.mesh = mesh;
     run.options.step.sequence_parallel = sequence_parallel;
-    run.options.step.keep_gradients = mesh.data * mesh.pipeline == 1;
-    run.options.step.micro_batches = 4 / mesh.data;
+    run.options.step.keep_gradients = mesh.data * mesh.pipeline * mesh.expert == 1;
+    run.options.step.micro_batches = 4 / (mesh.data * mesh.expert);
     run
 }
 
@@ -149,7 +168,7 @@ fn tensor_ranks_train_as_one_rank_does() {
 }
 
 /// The meshes of the tests of checkpoints, with sequence parallelism or without.
-fn meshes() -> [(Mesh, bool); 8] {
+pub fn meshes() -> [(Mesh, bool); 8] {
     let mesh = |data, pipeline, tensor| Mesh { data, pipeline, tensor, ..Mesh::default() };
     [
         (mesh(1, 1, 1), false),
@@ -196,6 +215,7 @@ fn twenty_clipped_steps_keep_copies_equal() {
     for (kind, mesh, sequence_parallel) in [
         (Kind::Gpt, Mesh { tensor: 2, ..Mesh::default() }, true),
         (Kind::Llama, Mesh { tensor: 4, ..Mesh::default() }, false),
+        (Kind::Moe(MoeStyle::Mixtral), Mesh { expert: 2, tensor: 2, ..Mesh::default() }, true),
     ] {
         let start = run(&case(kind, mesh, sequence_parallel), 0);
         let alone = run(&case(kind, Mesh::default(), false), 0);
@@ -208,5 +228,161 @@ fn twenty_clipped_steps_keep_copies_equal() {
         for (a, b) in clipped.losses.iter().zip(&whole.losses).chain(clipped.norms.iter().zip(&whole.norms)) {
             assert!((a - b).abs() <= 1e-4 * b.abs(), "{kind:?}: {a} instead of {b}");
         }
+    }
+}
+
+/// Each tensor rank of an expert rank holds a part of the width of its experts. Losses, norms, loads and the gradient of
+/// each expert are those of one rank.
+#[test]
+fn tensor_ranks_and_expert_ranks_train_as_one_rank_does() {
+    let mesh = |data, expert, tensor| Mesh { data, expert, tensor, ..Mesh::default() };
+    for kind in Kind::MOE {
+        let mut alone = case(kind, mesh(1, 1, 1), false);
+        alone.options.step.keep_gradients = false;
+        let alone = run(&alone, STEPS);
+        for (mesh, sequence_parallel) in [(mesh(1, 2, 2), false), (mesh(1, 2, 2), true), (mesh(2, 2, 2), false)] {
+            let what = format!("{kind:?} on {mesh:?}, sequence parallel: {sequence_parallel}");
+            let ranks = run(&case(kind, mesh, sequence_parallel), STEPS);
+            assert!(ranks.split.iter().any(|name| name.contains(".experts.")), "{what}");
+            close(&ranks, &alone, &what);
+        }
+    }
+}
+
+/// Ranks divide caches by heads, and continue texts as one rank does.
+#[test]
+fn texts_are_continued_with_caches() {
+    let prompts: [Vec<u32>; 2] = [4, 13].map(|length| (0..length).map(|i| (i * i * 7 + length) % VOCABULARY).collect());
+    let texts = |trainer: &mut Trainer| {
+        let go_on = |_: &NextToken<'_>| ControlFlow::Continue(());
+        trainer.generate(&prompts.each_ref().map(Vec::as_slice), &GenerateOptions::greedy(20), go_on).unwrap()
+    };
+    for (kind, ranks, sequence_parallel) in [
+        (Kind::Gpt, 2, true),
+        (Kind::Llama, 2, false),
+        (Kind::Llama, 4, true),
+        (Kind::Moe(MoeStyle::Qwen), 2, true),
+        (Kind::Latent, 2, false),
+    ] {
+        let on = |tensor: usize, sequence_parallel: bool| {
+            let mut case = case(kind, mesh(tensor), sequence_parallel);
+            case.options.step.generation = Some(Generation { batch: 2, window: None, chunk: 5 });
+            let each = |mut trainer: Trainer| {
+                case.step(&mut trainer);
+                let mut plan = Vec::new();
+                trainer.write_plan(&mut plan).unwrap();
+                (texts(&mut trainer), cached_bytes(&String::from_utf8(plan).unwrap()))
+            };
+            if tensor == 1 { vec![each(case.trainer())] } else { case.on_ranks(each) }
+        };
+        let alone = on(1, false).swap_remove(0);
+        for (rank, (text, bytes)) in on(ranks, sequence_parallel).into_iter().enumerate() {
+            assert_eq!(text, alone.0, "{kind:?}, rank {rank} of {ranks}");
+            // All heads share what latent attention caches. Three heads are one and two. Two key heads on four ranks
+            // stay whole.
+            let share = match kind {
+                Kind::Latent => alone.1,
+                Kind::Llama if ranks > 2 => alone.1,
+                Kind::Gpt => alone.1 * (1 + rank as u64) / 3,
+                _ => alone.1 / 2,
+            };
+            assert_eq!(bytes, share, "{kind:?}, rank {rank} of {ranks}");
+        }
+    }
+}
+
+/// Returns the bytes of the caches of a plan, whose columns are a buffer's number and name, the start and end of its
+/// lifetime, and its bytes.
+fn cached_bytes(plan: &str) -> u64 {
+    let row = |line: &str| {
+        let row: Vec<&str> = line.split(',').collect();
+        let is_cache = ["/keys", "/values", "/latent", "/rotated_keys"].iter().any(|end| row[0].ends_with(end));
+        is_cache.then(|| row[3].parse::<u64>().unwrap())
+    };
+    plan.lines().filter_map(row).sum()
+}
+
+/// The relative rounding of a bf16 number.
+const BF16: f64 = 1.0 / 256.0;
+
+fn lora(kind: Kind, step: &mut StepOptions) {
+    let targets: &[&str] = match kind {
+        Kind::Gpt => &["c_attn", "c_proj", "c_fc"],
+        _ => &["q_proj", "v_proj", "up_proj", "down_proj"],
+    };
+    let targets = targets.iter().map(|&target| target.to_owned()).collect();
+    step.trainable = Trainable::Lora(Lora { rank: 3, alpha: 6.0, dropout: 0.1, targets, ..Lora::default() });
+}
+
+fn frozen(kind: Kind, step: &mut StepOptions) {
+    let trained: &[&str] = match kind {
+        Kind::Gpt => &["h.1", "ln_f.bias"],
+        _ => &["*norm*", "model.layers.0.mlp.up_proj", "model.layers.1.self_attn"],
+    };
+    step.trainable = Trainable::Only(trained.iter().map(|&name| name.to_owned()).collect());
+}
+
+/// Adapters, frozen parts, mixed precision, recomputation, pipelines, data ranks, packed documents and pairs of answers
+/// combine with tensor ranks, with and without sequence parallelism.
+///
+/// In bf16, a number is rounded once for each operation that it passes. Both ways through the model round some tens of
+/// times, each time by at most half a unit, independently of each other. Parameters are not compared then: the gradients
+/// of the keys' biases are rounding alone, so their steps have any direction.
+#[test]
+fn other_settings_combine_with_tensor_ranks() {
+    type Setting = (&'static str, (f64, f64), fn(Kind, &mut StepOptions));
+    let exact = (1e-5, 1e-3);
+    let settings: [Setting; 7] = [
+        ("adapters", exact, lora),
+        ("frozen parts", exact, frozen),
+        ("mixed precision", (4.0 * BF16, f64::INFINITY), |_, step| step.precision = Precision::Bf16),
+        ("recomputation of all layers", exact, |_, step| step.memory.recompute = "layers".parse().unwrap()),
+        ("a pipeline and data ranks", exact, |_, step| {
+            if step.mesh.tensor > 1 {
+                step.mesh = Mesh { data: 2, pipeline: 2, tensor: 2, ..Mesh::default() };
+                step.micro_batches = 2;
+            }
+            step.keep_gradients = false;
+        }),
+        ("packed documents", exact, |_, step| step.documents = true),
+        ("pairs of answers", exact, |_, step| {
+            (step.documents, step.preference) = (true, Some(Preference::default()));
+        }),
+    ];
+    for (what, tolerance, set) in settings {
+        for kind in [Kind::Gpt, Kind::Llama] {
+            let on = |tensor: usize, sequence_parallel: bool| {
+                let mut case = case(kind, mesh(tensor), sequence_parallel);
+                set(kind, &mut case.options.step);
+                run(&case, STEPS)
+            };
+            let alone = on(1, false);
+            for &(ranks, sequence_parallel) in &[(2, false), (2, true), (3, true), (4, false)] {
+                let what = format!("{what}, {kind:?} on {ranks} ranks, sequence parallel: {sequence_parallel}");
+                let ranks = on(ranks, sequence_parallel);
+                assert!(!ranks.split.is_empty(), "{what}");
+                within(&ranks, &alone, tolerance, &what);
+            }
+        }
+    }
+}
+
+/// Each tensor rank keeps to its budget, with the results of one rank.
+#[test]
+fn tensor_ranks_keep_to_their_budgets() {
+    for (kind, sequence_parallel) in [(Kind::Gpt, true), (Kind::Llama, false)] {
+        let alone = run(&case(kind, mesh(1), false), STEPS);
+        let mut case = case(kind, mesh(2), sequence_parallel);
+        let arenas = |run: &TinyRun| run.on_ranks(|trainer| trainer.report().arena_bytes);
+        let most = arenas(&case).into_iter().max().unwrap();
+        case.options.step.memory.recompute = "layers".parse().unwrap();
+        let least = arenas(&case).into_iter().max().unwrap();
+        assert!(least < most, "{kind:?}");
+        case.options.step.memory.recompute = "none".parse().unwrap();
+        let budget = least + (most - least) / 4;
+        case.options.step.memory.budget = Some(budget);
+        let fitted = arenas(&case);
+        assert!(fitted.iter().all(|&arena| arena <= budget), "{kind:?}, {budget}: {fitted:?}");
+        close(&run(&case, STEPS), &alone, &format!("{kind:?} within {budget} bytes"));
     }
 }

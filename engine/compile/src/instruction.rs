@@ -148,13 +148,13 @@ impl CompiledProgram {
     /// # Errors
     /// Returns an error if there is no such input, or if the input's type or number of elements differs from that of
     /// `data`.
-    pub fn input_for<T: Element>(&self, name: &str, micro_batch: u32, data: &[T]) -> Result<&Address> {
+    pub fn input_for<T: Element>(&self, name: &str, micro_batch: u32, elements: usize) -> Result<&Address> {
         let found = self.inputs.iter().find(|input| input.name == name && input.micro_batch == micro_batch);
         let Some(BoundTensor { address, spec, .. }) = found else {
             return Err(unknown(name, self.inputs.iter().map(|input| input.name.as_str())));
         };
-        if address.span != data.len() || spec.dtype != T::DTYPE {
-            return Err(Error::ElementCount { name: name.into(), expected: address.span, given: data.len() });
+        if address.span != elements || spec.dtype != T::DTYPE {
+            return Err(Error::ElementCount { name: name.into(), expected: address.span, given: elements });
         }
         Ok(address)
     }

@@ -55,6 +55,6 @@ pub use graph::{
     Value, ValueId,
 };
 pub use nn::Model;
-pub use op::{Op, RowUse};
+pub use op::{Keys, Op, RowUse};
 pub use reference::{Array, Reference};
 pub use tensor::{Device, IndexOp, Tensor, TensorIndexer, TensorOrScalar};

@@ -43,6 +43,15 @@ pub enum RowUse {
     },
 }
 
+/// The operands of an operation that have a token for each key.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Keys {
+    /// The indices of inputs.
+    pub inputs: &'static [usize],
+    /// The indices of outputs, which are sums over the queries.
+    pub outputs: &'static [usize],
+}
+
 /// An operation.
 pub trait Op: Any + fmt::Debug + Send + Sync {
     /// Name of the operation in reports, errors and recompute policies.
@@ -98,6 +107,12 @@ pub trait Op: Any + fmt::Debug + Send + Sync {
         true
     }
 
+    /// Returns the operands that have a token for each key, if the operation relates queries and keys. Ranks that divide
+    /// the tokens of sequences divide the queries, and each of them reads all keys.
+    fn keys(&self) -> Option<Keys> {
+        None
+    }
+
     /// Returns the operation that computes the parts `outputs` from the parts `inputs`, if that is another than this
     /// one: for example, if this one holds an extent. Only called for parts on which this one
     /// [runs](Self::runs_on).
@@ -114,10 +129,11 @@ pub trait Op: Any + fmt::Debug + Send + Sync {
         None
     }
 
-    /// True if the outputs for a sum are the sums of the outputs for each summand, where all inputs are summed. Ranks
-    /// may then apply the operation before they add up their summands.
-    fn is_linear(&self) -> bool {
-        false
+    /// Returns the number of first inputs in which the operation is linear together: if each of them is a sum, and all
+    /// other inputs are the same for each summand, the outputs are the sums of the outputs for each summand. Ranks may
+    /// then apply the operation before they add up their summands. `usize::MAX` stands for all inputs. The default is 0.
+    fn linear_inputs(&self) -> usize {
+        0
     }
 
     /// Returns the index of an input that is added to each row of output 0, the only output, and the operation without

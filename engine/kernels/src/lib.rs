@@ -23,12 +23,14 @@
 
 pub mod cpu;
 pub mod cuda;
+mod fold;
 mod loss;
 mod random;
 mod spec;
 mod window;
 
 pub use cpu::{Args, Element};
+pub use fold::Fold;
 pub use loss::{LossTerms, RowLoss};
 pub use random::{Numbers, StochasticRounding, Stream};
 pub use spec::{Spec, width};

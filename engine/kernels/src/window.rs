@@ -68,6 +68,28 @@ impl Window {
         Self { flat: self.flat.start + range.start..self.flat.start + range.end, ..self.clone() }
     }
 
+    /// The elements that `part` holds of a tensor of extents [`Self::dims`], which are all elements of this window.
+    ///
+    /// # Panics
+    /// Panics if the extents are others, or if one of the two is a [range](Self::range) of its elements.
+    #[must_use]
+    pub fn part(&self, part: &Self) -> Self {
+        assert_eq!(part.whole, self.dims(), "a part of another tensor");
+        let is_box = |window: &Self| window.dims().iter().product::<usize>() == window.elements();
+        assert!(is_box(self) && is_box(part), "a part of a range of elements is not one of indices");
+        let of_dim = |(held, parts): (&Vec<Range<usize>>, &Vec<Range<usize>>)| {
+            let (mut start, mut ranges) = (0, Vec::new());
+            for range in held {
+                let inside = parts.iter().map(|part| part.start.max(start)..part.end.min(start + range.len()));
+                let inside = inside.filter(|part| part.start < part.end);
+                ranges.extend(inside.map(|part| range.start + part.start - start..range.start + part.end - start));
+                start += range.len();
+            }
+            ranges
+        };
+        Self::of(&self.whole, self.held.iter().zip(&part.held).map(of_dim).collect())
+    }
+
     /// The extents of the whole tensor.
     pub fn whole_dims(&self) -> &[usize] {
         &self.whole
@@ -130,27 +152,23 @@ impl Window {
     }
 
     /// Returns the places of the window's elements in the form that kernels compute with, or `None` if the window does
-    /// not have this form: its runs of elements must be of one length and lie at equal distances.
+    /// not have this form: its runs of elements must be of one length, at distances that are equal or alternate.
     pub fn spread(&self) -> Option<Spread> {
-        let mut runs = self.runs().peekable();
-        // Runs that touch are joined.
-        let mut runs = std::iter::from_fn(move || {
-            let mut run = runs.next()?;
-            while let Some(next) = runs.next_if(|next| next.start == run.end) {
-                run.end = next.end;
-            }
-            Some(run)
-        });
-        let first = runs.next().unwrap_or(0..1);
-        let (mut last, mut stride) = (first.start, None);
-        for run in runs {
-            if run.len() != first.len() || *stride.get_or_insert(run.start - last) != run.start - last {
-                return None;
-            }
-            last = run.start;
+        // Runs that touch may be joined, so a run may stand for several.
+        let inner = self.runs().map(|run| run.len()).min().unwrap_or(1).max(1);
+        if self.runs().any(|run| !run.len().is_multiple_of(inner)) {
+            return None;
         }
-        let (start, inner, stride) = (first.start, first.len(), stride.unwrap_or(0));
-        Some(Spread { start, inner, stride, elements: self.whole.iter().product() })
+        let mut starts = self.runs().flat_map(|run| run.step_by(inner));
+        let start = starts.next().unwrap_or(0);
+        let mut before = start;
+        let mut distances = starts.map(|start| start - std::mem::replace(&mut before, start));
+        let near = distances.next().unwrap_or(0);
+        let far = distances.next().unwrap_or(near);
+        // The distance behind the far one is the near one again.
+        let alternates = distances.enumerate().all(|(at, distance)| distance == [near, far][at % 2]);
+        let elements = self.whole.iter().product();
+        alternates.then(|| Spread { start, inner, near, stride: near + far, elements })
     }
 
     /// Returns the index in the whole tensor, in row-major order, of the element with index `at` in the window.
@@ -211,15 +229,18 @@ impl fmt::Display for Window {
     }
 }
 
-/// The places of a part's elements in the whole tensor, with at most two levels: the part's element i is the whole
-/// tensor's element `start + i / inner * stride + i % inner`, in row-major order.
+/// The places of a part's elements in the whole tensor. The part is a list of runs of `inner` elements that are neighbours in
+/// the whole tensor. The first run of each pair begins `stride` elements behind that of the pair before, and the second one
+/// `near` elements behind the first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Spread {
     /// The index of the first element.
     pub start: usize,
-    /// The number of elements in a run of neighbours.
+    /// The number of elements in a run.
     pub inner: usize,
-    /// The distance between the first elements of two runs that follow one another, or 0 if there is only one run.
+    /// The distance between the first elements of the two runs of a pair.
+    pub near: usize,
+    /// The distance between the first elements of two pairs that follow one another.
     pub stride: usize,
     /// The number of elements in the whole tensor.
     pub elements: usize,
@@ -228,12 +249,13 @@ pub struct Spread {
 impl Spread {
     /// All elements of a tensor with this many elements.
     pub fn whole(elements: usize) -> Self {
-        Self { start: 0, inner: elements.max(1), stride: 0, elements }
+        Self { start: 0, inner: elements.max(1), near: 0, stride: 0, elements }
     }
 
     /// Returns the index in the whole tensor of the part's element `at`.
     pub fn index(self, at: usize) -> usize {
-        self.start + at / self.inner * self.stride + at % self.inner
+        let (run, within) = (at / self.inner, at % self.inner);
+        self.start + run / 2 * self.stride + run % 2 * self.near + within
     }
 
     /// Divides a range of the part's elements into runs that are contiguous in the whole tensor. For each run, returns
@@ -255,7 +277,7 @@ impl Spread {
 ///
 /// # Errors
 /// Returns an error if a range ends before it starts, or if the ranges overlap or do not ascend.
-fn joined(ranges: Vec<Range<usize>>) -> Result<Vec<Range<usize>>, String> {
+pub(crate) fn joined(ranges: Vec<Range<usize>>) -> Result<Vec<Range<usize>>, String> {
     let mut joined: Vec<Range<usize>> = Vec::new();
     for range in ranges {
         let last = joined.last_mut();
@@ -271,7 +293,7 @@ fn joined(ranges: Vec<Range<usize>>) -> Result<Vec<Range<usize>>, String> {
     Ok(joined)
 }
 
-fn total(ranges: &[Range<usize>]) -> usize {
+pub(crate) fn total(ranges: &[Range<usize>]) -> usize {
     ranges.iter().map(ExactSizeIterator::len).sum()
 }
 
@@ -307,6 +329,16 @@ mod tests {
     }
 
     #[test]
+    fn a_part_of_a_part_holds_its_elements() {
+        let outer = Window::of(&[12, 6], vec![vec![0..2, 4..6, 8..11], vec![2..6]]);
+        let inner = Window::of(&[7, 4], vec![vec![1..3, 5..7], vec![0..1, 3..4]]);
+        let expected: Vec<usize> = inner.runs().flatten().map(|at| outer.index(at)).collect();
+        assert_eq!(outer.part(&inner).runs().flatten().collect::<Vec<_>>(), expected);
+        assert_eq!(outer.part(&Window::whole(&[7, 4])), outer);
+        assert_eq!(Window::whole(&[7, 4]).part(&inner), inner);
+    }
+
+    #[test]
     fn runs_and_indices_name_the_held_elements() {
         let cases: [(&[usize], Held); 7] = [
             (&[4, 6], vec![vec![0..4], vec![0..6]]),
@@ -332,14 +364,17 @@ mod tests {
 
     #[test]
     fn a_spread_names_the_same_elements() {
-        let cases: [(&[usize], Held, bool); 7] = [
+        let cases: [(&[usize], Held, bool); 10] = [
             (&[4, 6], vec![vec![0..4], vec![0..6]], true),
             (&[4, 6], vec![vec![1..3], vec![0..6]], true),
             (&[4, 6], vec![vec![0..4], vec![2..4]], true),
             (&[3, 4, 5], vec![vec![0..3], vec![1..3], vec![0..5]], true),
             (&[12, 2], vec![vec![0..2, 4..6, 8..10], vec![0..2]], true),
             (&[4, 6], vec![vec![0..4], vec![2..2]], true),
-            (&[3, 4, 5], vec![vec![0..3], vec![1..3], vec![0..2]], false),
+            (&[3, 4, 5], vec![vec![0..3], vec![1..3], vec![0..2]], true),
+            (&[2, 12, 2], vec![vec![0..2], vec![0..2, 10..12], vec![0..2]], true),
+            (&[2, 24], vec![vec![0..2], vec![4..8, 16..20]], true),
+            (&[3, 4, 5], vec![vec![0..3], vec![0..3], vec![0..2]], false),
         ];
         for (whole, held, has_form) in cases {
             let window = Window::of(whole, held);

@@ -217,8 +217,30 @@ impl<B: Backend + ?Sized> Session<B> {
     /// Returns an error if the program has no input of this name, if the input's element count or type differs from
     /// that of `data`, or if the device fails (`Error::Device`).
     pub fn write_input<T: Element>(&mut self, id: ProgramId, name: &str, micro_batch: u32, data: &[T]) -> Result<()> {
-        let address = self.executable.programs()[id.0].input_for(name, micro_batch, data)?;
+        let address = self.executable.programs()[id.0].input_for::<T>(name, micro_batch, data.len())?;
         self.backend.write(address, T::bytes(data))
+    }
+
+    /// Like [`Self::write_input`], for data in pieces that follow one another.
+    ///
+    /// # Errors
+    /// Returns the errors of [`Self::write_input`].
+    pub fn write_input_pieces<'d, T: Element + 'd>(
+        &mut self,
+        id: ProgramId,
+        name: &str,
+        micro_batch: u32,
+        pieces: impl Iterator<Item = &'d [T]> + Clone,
+    ) -> Result<()> {
+        let elements = pieces.clone().map(<[T]>::len).sum();
+        let address = self.executable.programs()[id.0].input_for::<T>(name, micro_batch, elements)?;
+        self.backend.fill(address, &mut |mut to| {
+            for piece in pieces.clone().map(T::bytes) {
+                let (here, behind) = to.split_at_mut(piece.len());
+                here.copy_from_slice(piece);
+                to = behind;
+            }
+        })
     }
 
     /// Returns an output of a program that has run. On the CPU, an f32 output is returned as a candle tensor over the

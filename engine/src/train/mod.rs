@@ -372,7 +372,8 @@ impl Trainer {
         }
         self.check_ids(tokens)?;
         if self.session.has_input(program, "tokens") {
-            self.session.write_input(program, "tokens", 0, tokens)?;
+            let whole = Share { parts: 1, first: 0, stride: 1, count: 1 };
+            self.write_inputs(program, whole, &[("tokens", tokens)])?;
         }
         self.run(program, false)?;
         self.session.grow(self.options.most_bytes())?;
@@ -490,7 +491,8 @@ impl Trainer {
         written
     }
 
-    /// Writes this rank's share of inputs that have one element per token or per sequence of the batch.
+    /// Writes this rank's share of inputs that have one element per token or per sequence of the batch. A context rank gets
+    /// its own tokens of each sequence.
     fn write_inputs<T: Element>(&mut self, program: ProgramId, share: Share, inputs: &[(&str, &[T])]) -> Result<()> {
         // The program of a rank only has the inputs that the rank's stages read.
         for (name, data) in inputs {
@@ -499,7 +501,15 @@ impl Trainer {
             }
             let parts = data.chunks_exact(data.len() / share.parts).skip(share.first).step_by(share.stride);
             for (micro_batch, part) in parts.take(share.count).enumerate() {
-                self.session.write_input(program, name, micro_batch as u32, part)?;
+                let micro_batch = micro_batch as u32;
+                match self.options.step.fold(self.at.context).filter(|_| *name != REFERENCE_INPUT) {
+                    Some(fold) if self.options.step.mesh.context > 1 => {
+                        let sequences = part.chunks_exact(self.options.step.sequence);
+                        let pieces = sequences.flat_map(|tokens| fold.ranges().map(|range| &tokens[range]));
+                        self.session.write_input_pieces(program, name, micro_batch, pieces)?;
+                    }
+                    _ => self.session.write_input(program, name, micro_batch, part)?,
+                }
             }
         }
         Ok(())

@@ -159,10 +159,54 @@ impl BatchCheck {
 
 #[cfg(test)]
 mod tests {
+    use gapless_compile::Target;
+    use gapless_compile::step::{self, StepOptions};
+    use gapless_graph::nn::{Embedding, Linear, Module, VarBuilder, embedding, linear_no_bias};
+    use gapless_graph::{Model, Tensor};
     use gapless_parallel::Axis;
 
     use super::*;
     use crate::communicator::on_threads;
+
+    struct TwoLayers {
+        embed: Embedding,
+        up: Linear,
+        down: Linear,
+    }
+
+    impl Model for TwoLayers {
+        fn forward(&self, tokens: &Tensor, _train: bool) -> gapless_graph::Result<Tensor> {
+            self.down.forward(&self.up.forward(&self.embed.forward(tokens)?)?.gelu()?)
+        }
+    }
+
+    /// Ranks whose programs have other collectives would wait for each other forever.
+    #[test]
+    fn other_collectives_are_refused_on_all_ranks() {
+        let build = |vb: VarBuilder| {
+            let (up, down) = (linear_no_bias(8, 16, vb.pp("up"))?, linear_no_bias(16, 8, vb.pp("down"))?);
+            Ok(TwoLayers { embed: embedding(8, 8, vb.pp("embed"))?, up, down })
+        };
+        let answers = |differs: bool| {
+            let ranks = on_threads(4, |mut world| {
+                let mesh = Mesh { data: 2, tensor: 2, ..Mesh::default() };
+                let mut options = StepOptions { batch: 4, sequence: 4, mesh, ..StepOptions::default() };
+                // The ranks of the second tensor group divide tokens, and the fourth rank alone does not.
+                options.sequence_parallel = world.rank() >= 2 && !(differs && world.rank() == 3);
+                let executable = step::plan(build, &options, world.rank(), Target::Cpu { threads: 1 })?;
+                Ok(groups(&mut *world, mesh, &executable).map_err(|error| error.to_string()))
+            });
+            ranks.unwrap()
+        };
+        for answer in answers(true) {
+            assert!(answer.as_ref().is_err_and(|why| why.contains("rank 3 has another collectives")), "{answer:?}");
+        }
+        // Groups need not have the same collectives as others.
+        let tensor = Axes::of(&[Axis::Tensor]);
+        for answer in answers(false) {
+            assert!(answer.as_ref().is_ok_and(|groups| groups.contains(&tensor)), "{answer:?}");
+        }
+    }
 
     /// Every rank of a group receives the numbers of its members, in the order of ranks.
     #[test]

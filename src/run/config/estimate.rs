@@ -24,6 +24,8 @@ pub struct EstimateConfig {
     pub terabytes: Option<f64>,
     /// The source of the tensor lifetimes.
     pub lowering: Lowering,
+    /// Settings of `lowering = "megatron"`.
+    pub megatron: MegatronConfig,
     /// The distribution of tokens over the experts of each layer: `even` gives every expert the same chance; in
     /// `skewed:A`, the n-th most popular expert is chosen n^−A times as often as the first; `worst` sends as many rows
     /// to one expert rank as any routing can; `recorded:FILE.csv` has the loads of a training
@@ -50,6 +52,32 @@ pub enum Lowering {
     Eager,
     /// An eager framework with f32 parameters and autocast, which casts them to bf16 once per micro-batch.
     EagerAmp,
+    /// Megatron-LM: layers on tensor ranks as its modules compute them, a cross-entropy over a divided vocabulary, and
+    /// contiguous gradient buffers. The vocabulary is padded to a multiple of 128 × tensor ranks.
+    Megatron,
+}
+
+/// Settings of Megatron-LM that a step of gapless does not have.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields, default)]
+pub struct MegatronConfig {
+    /// Whether the step is in fp16. Gradients are then stored in fp16, and masters, moments and a copy of the gradients
+    /// for the update in f32. Without it, the step is in bf16, and gradients are stored in f32.
+    pub fp16: bool,
+    /// The number of ranks that share the optimizer's states, with 1 for a run without the distributed optimizer. The
+    /// default is the number of data ranks.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub optimizer_ranks: Option<usize>,
+    /// Whether attention is computed by separate operations, so that the probabilities are kept for the backward.
+    /// Without it, attention is a flash kernel.
+    pub unfused_attention: bool,
+    /// Whether context ranks pass keys and values around, so that each rank keeps a copy of its own for the backward.
+    /// `step.sequence` has the tokens of one context rank, and `mesh.data` the data ranks × context ranks.
+    pub ring_attention: bool,
+    /// Whether layers are Megatron's own, without Transformer Engine and its workspace.
+    pub local_layers: bool,
+    /// Whether the run is deterministic, which sets the size of cuBLAS's workspaces.
+    pub deterministic: bool,
 }
 
 #[cfg(feature = "sweep")]
@@ -67,6 +95,7 @@ impl Default for EstimateConfig {
             tflops: None,
             terabytes: None,
             lowering: Lowering::Gapless,
+            megatron: MegatronConfig::default(),
             expert_load: ExpertLoad::EVEN,
             rank: "0".into(),
         }

@@ -13,6 +13,7 @@ mod learning_rate;
 mod model;
 mod names;
 mod optimizer;
+mod presets;
 mod read;
 
 use std::path::PathBuf;
@@ -32,14 +33,15 @@ use serde_json::json;
 #[cfg(feature = "sweep")]
 pub(crate) use check::refused;
 pub use data::{DataConfig, SourceConfig};
-pub use estimate::{EstimateConfig, Lowering};
+pub use estimate::{EstimateConfig, Lowering, MegatronConfig};
 pub use expert_load::{ExpertLoad, RecordedLoad};
 pub use learning_rate::{RateConfig, RateShape};
-pub use model::{ModelConfig, PRESETS};
+pub use model::ModelConfig;
 pub use names::NAMES;
 #[cfg(feature = "sweep")]
 pub(crate) use names::{flatten, key_of, set, value_at};
 pub use optimizer::{GroupConfig, OptimizerConfig, Rule};
+pub use presets::PRESETS;
 pub use read::ConfigError;
 pub(crate) use read::text_of;
 #[cfg(feature = "sweep")]

@@ -10,6 +10,7 @@ use serde::de::value::MapAccessDeserializer;
 use serde::de::{DeserializeOwned, Error, MapAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize};
 
+use super::presets::PRESETS;
 use super::read::with_nearest;
 
 /// The model of a run file: `[model.gpt]`, `[model.llama]` or `[model.moe]` with the sizes of a model that starts from
@@ -30,39 +31,6 @@ pub enum ModelConfig {
     /// another tokenizer. A plan reads only the config.json of the folder.
     Folder(PathBuf),
 }
-
-/// Preset models: their names, their titles in reports, and their tables.
-pub const PRESETS: [(&str, &str, &str); 9] = [
-    (
-        "small",
-        "small GPT, 6 layers of width 384",
-        "gpt = { vocabulary = 4096, sequence = 0, layers = 6, heads = 6, width = 384 }",
-    ),
-    ("gpt2", "GPT-2 124M", "gpt = { layers = 12, heads = 12, width = 768 }"),
-    ("gpt2-medium", "GPT-2 355M", "gpt = { layers = 24, heads = 16, width = 1024 }"),
-    ("gpt2-large", "GPT-2 774M", "gpt = { layers = 36, heads = 20, width = 1280 }"),
-    ("gpt2-xl", "GPT-2 1.5B", "gpt = { layers = 48, heads = 25, width = 1600 }"),
-    ("llama2-7b", "Llama 2 7B", "llama = { vocabulary = 32000, kv_heads = 32, hidden = 11008, rope_theta = 1e4 }"),
-    ("llama3-8b", "Llama 3 8B", "llama = {}"),
-    ("mixtral8x7b", "Mixtral 8x7B", "moe = {}"),
-    ("qwen-moe", "Qwen1.5-MoE-A2.7B", QWEN_MOE),
-];
-
-const QWEN_MOE: &str = "
-moe.expert_hidden = 1408
-moe.shared_hidden = 5632
-moe.shared_gate = true
-moe.router = { experts = 60, top_k = 4, renormalise = false, balance_loss = 0.001 }
-[moe.llama]
-vocabulary = 151936
-layers = 24
-heads = 16
-kv_heads = 16
-width = 2048
-hidden = 5632
-rope_theta = 1e6
-rms_norm_eps = 1e-6
-";
 
 impl ModelConfig {
     /// Parses the name of a preset, a family with sizes, or the path of a folder.

@@ -7,7 +7,7 @@ use super::{ConfigError, ModelConfig};
 
 /// Short names and their keys. A flag of the command is a short name with dashes: `--micro-batches 4` means
 /// `--set step.micro_batches=4`.
-pub const NAMES: [(&str, &str); 35] = [
+pub const NAMES: [(&str, &str); 37] = [
     ("model", "model"),
     ("batch", "step.batch"),
     ("micro_batches", "step.micro_batches"),
@@ -19,9 +19,11 @@ pub const NAMES: [(&str, &str); 35] = [
     ("shard_ranks", "mesh.shard"),
     ("expert_ranks", "mesh.expert"),
     ("tensor_ranks", "mesh.tensor"),
+    ("context_ranks", "mesh.context"),
     ("zero_stage", "step.zero_stage"),
     ("prefetch", "step.prefetch"),
     ("reductions", "step.reductions"),
+    ("sequence_parallel", "step.sequence_parallel"),
     ("schedule", "pipeline.schedule"),
     ("chunks", "pipeline.chunks"),
     ("cut", "pipeline.cut"),

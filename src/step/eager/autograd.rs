@@ -220,7 +220,13 @@ impl Recording<'_> {
             return;
         }
         match &*self.autograd.mode.borrow() {
-            Mode::Keep => self.saved.push(Slot::Kept(tensor.clone())),
+            Mode::Keep => {
+                let kept = tensor.part.as_ref().map_or_else(
+                    || tensor.clone(),
+                    |part| Tensor { storage: part.clone(), part: None, ..tensor.clone() },
+                );
+                self.saved.push(Slot::Kept(kept));
+            }
             Mode::Drop(frame) => {
                 self.saved.push(Slot::Again(frame.clone(), frame.saves.get()));
                 frame.saves.set(frame.saves.get() + 1);

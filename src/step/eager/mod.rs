@@ -8,12 +8,14 @@
 //! The table is of a steady step. [`Step::eager_run`] computes the table of the first steps of a run, in which the
 //! optimizer's states appear with the first update.
 //!
-//! - `rules` has the allocations of each operation, `experts` those of mixtures of experts.
+//! - `rules` has the allocations of each operation, `experts` those of mixtures of experts, `megatron` those of
+//!   Megatron-LM's modules.
 //! - `tape` counts references; `autograd` runs backwards.
 //! - `stage` selects the part of the graph that a rank runs, and `run` walks through it.
 
 mod autograd;
 mod experts;
+mod megatron;
 mod rules;
 mod run;
 mod stage;
@@ -27,6 +29,7 @@ use gapless_parallel::Kind;
 use serde::Serialize;
 
 pub use self::experts::ExpertRows;
+use self::megatron::Megatron;
 use self::run::{Run, Style};
 use self::tape::{BF16, F32};
 use super::{Lowering, Precision, Step};
@@ -62,6 +65,15 @@ pub struct EagerRun {
     pub start_up: StartUp,
     /// The most bytes alive in each step.
     pub peaks: Vec<u64>,
+}
+
+/// The bytes of a rank in a steady step under an eager framework.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub struct EagerBytes {
+    /// Bytes of parameters, sums of gradients that outlive the step, masters and moments.
+    pub states: u64,
+    /// The most bytes alive.
+    pub peak: u64,
 }
 
 /// The bytes that are alive in all steps after the first one, by the time of their allocation.
@@ -102,7 +114,7 @@ impl Step {
         let rows = |micro_batch: usize, layer: &str| {
             rows.as_ref().map_or_else(Vec::new, |rows| rows.of_experts(micro_batch, layer).to_vec())
         };
-        let (buffers, ends) = self.eager_steps(graph, rank, &rows, Some(steps))?;
+        let (buffers, ends, _) = self.eager_steps(graph, rank, &rows, Some(steps))?;
         let table = Problem::new(buffers)?;
         let before = ends[0];
         let lasts = |buffer: &&Buffer| buffer.lifetime.end == table.end();
@@ -128,19 +140,28 @@ impl Step {
     /// # Errors
     /// Returns an [`EagerError`] if the step has a part that is not modelled.
     pub fn eager_routed(&self, graph: &StepGraph, rank: usize, rows: &ExpertRows<'_>) -> Result<Problem, EagerError> {
-        let (buffers, _) = self.eager_steps(graph, rank, rows, None)?;
+        let (buffers, ..) = self.eager_steps(graph, rank, rows, None)?;
         Ok(Problem::new(buffers)?)
     }
 
-    /// Runs the first steps of a run, or a steady step if their number is `None`. Returns the buffers, and the ticks
-    /// before the first step and after each step.
+    /// Returns the bytes of a pipeline rank of a model without experts in a steady step.
+    ///
+    /// # Errors
+    /// Returns an [`EagerError`] if the step has a part that is not modelled.
+    pub fn eager_bytes(&self, graph: &StepGraph, rank: usize) -> Result<EagerBytes, EagerError> {
+        let (buffers, _, states) = self.eager_steps(graph, rank, &|_, _| Vec::new(), None)?;
+        Ok(EagerBytes { states, peak: lower_bound(&Problem::new(buffers)?) })
+    }
+
+    /// Runs the first steps of a run, or a steady step if their number is `None`. Returns the buffers, the ticks before the
+    /// first step and after each step, and the bytes of the model's states.
     fn eager_steps(
         &self,
         graph: &StepGraph,
         rank: usize,
         rows: &ExpertRows<'_>,
         first_steps: Option<usize>,
-    ) -> Result<(Vec<Buffer>, Vec<u64>), EagerError> {
+    ) -> Result<(Vec<Buffer>, Vec<u64>, u64), EagerError> {
         if self.options.mesh.shard > 1 {
             return Err(EagerError::Unknown("a mesh with shard ranks".to_owned()));
         }
@@ -161,11 +182,14 @@ impl Step {
             run.update();
             ends.push(run.now());
         }
-        Ok((run.into_buffers(first_steps.is_none()), ends))
+        let states = run.states();
+        Ok((run.into_buffers(first_steps.is_none()), ends, states))
     }
 
     fn style(&self) -> Style {
         let is_amp = self.lowering == Lowering::EagerAmp;
+        let megatron = (self.lowering == Lowering::Megatron)
+            .then(|| Megatron::new(&self.megatron, self.options.mesh.data, &self.device));
         let (parameter, is_mixed) = match self.precision() {
             Precision::Bf16 => (if is_amp { F32 } else { BF16 }, !is_amp),
             Precision::PureBf16 => (BF16, false),
@@ -175,7 +199,9 @@ impl Step {
             parameter,
             is_amp,
             is_mixed,
-            is_transformers: !matches!(self.architecture(), Architecture::Gpt(_)),
+            is_transformers: megatron.is_none() && !matches!(self.architecture(), Architecture::Gpt(_)),
+            megatron,
+            tensor_ranks: self.options.mesh.tensor as u64,
             micro_batches: self.options.micro_batches,
             stages: self.options.mesh.pipeline * self.options.pipeline.chunks,
             data_ranks: self.options.mesh.data as u64,

@@ -246,12 +246,14 @@ impl Autograd {
         let y = self.tape.new_tensor(flat.data.rows() * outer, outer, turned.data.dtype);
         drop(self.tape.bytes(if bias.is_some() { CUBLAS_LT } else { CUBLAS }));
         let has_bias = bias.is_some();
+        let gathered = flat.data.part.as_ref().map(|_| (flat.data.elements, flat.data.dtype));
         let product = |t: &Tape, elements, width, dtype| {
             let product = t.new_tensor(elements, width, dtype);
             drop(t.bytes(CUBLAS));
             product
         };
         op.output(y, move |t, g| {
+            let _gathered = gathered.map(|(elements, dtype)| t.new_tensor(elements, inner, dtype));
             let of_x = || needs[0].then(|| product(t, g.rows() * inner, inner, g.dtype));
             let of_weight = || needs[1].then(|| product(t, inner * outer, inner, g.dtype));
             if has_bias {
@@ -277,8 +279,14 @@ impl Autograd {
 
     /// `_flash_attention_forward`; saves the log-sum-exp of each head and token in float32, and the state of the random
     /// number generator. The backward accumulates the queries' gradient in float32.
-    pub fn attention(&self, [q, k, v]: [&Var; 3], sums: u64) -> Var {
+    pub fn attention(&self, operands: [&Var; 3], sums: u64) -> Var {
+        self.attention_and(operands, sums, &[])
+    }
+
+    /// Attention that also saves other tensors.
+    pub fn attention_and(&self, [q, k, v]: [&Var; 3], sums: u64, others: &[&Tensor]) -> Var {
         let mut op = self.record(&[q, k, v]);
+        others.iter().for_each(|other| op.save(other));
         for x in [k, q, v] {
             op.save(&x.data);
         }

@@ -12,6 +12,7 @@ use gapless_parallel::{Action, Kind, StageId};
 use super::EagerError;
 use super::autograd::{Autograd, Checkpoint, Mode, Var};
 use super::experts::{ExpertRows, Mixture};
+use super::megatron::Megatron;
 use super::stage::{Stage, is_sum, places};
 use super::tape::{BF16, F32, INT64, Tensor};
 
@@ -33,6 +34,10 @@ pub struct Style {
     pub data_ranks: u64,
     /// Number of ranks that share the experts.
     pub expert_ranks: u64,
+    /// Number of ranks that share the tensors of a layer.
+    pub tensor_ranks: u64,
+    /// Properties of a Megatron run; `None` for other programs.
+    pub megatron: Option<Megatron>,
 }
 
 impl Style {
@@ -40,6 +45,16 @@ impl Style {
     fn state(&self) -> u64 {
         if self.is_mixed { F32 } else { self.parameter }
     }
+}
+
+/// The effect of a node in Megatron.
+enum Applied {
+    /// The node's first output.
+    Made(Var),
+    /// Megatron computes no such value.
+    Nothing,
+    /// The rule of PyTorch's operation applies.
+    AsElsewhere,
 }
 
 /// Values by id. The map is ordered, so values that are freed together are always freed in the same order.
@@ -57,8 +72,10 @@ pub struct Run<'g> {
     of_experts: HashMap<ValueId, Vec<Var>>,
     /// Trained parameters, in the order of the model.
     trained: Vec<Var>,
-    /// Other tensors that live through the step.
+    /// Other tensors that live through the step: first the rotary tables.
     persistent: Vec<Tensor>,
+    /// Number of rotary tables.
+    tables: usize,
     /// Whether the optimizer has its states. It gets them in its first update.
     has_states: bool,
     /// Micro-batches of earlier steps.
@@ -79,6 +96,10 @@ pub struct Run<'g> {
     received: Vec<Tensor>,
     /// Tensors that the last backward keeps until the next action has received its inputs.
     left: Vec<Tensor>,
+    /// The f32 copies of gradients that an update made, until the next step.
+    copies: Vec<Tensor>,
+    /// Whether the forward drops elements.
+    drops: bool,
 }
 
 /// A micro-batch between its forward and its backward.
@@ -102,10 +123,16 @@ impl<'g> Run<'g> {
             of_experts: HashMap::new(),
             trained: Vec::new(),
             persistent: Vec::new(),
+            tables: 0,
             has_states: !is_first,
             earlier: 0,
             casts: RefCell::default(),
-            gates: graph.nodes().iter().filter(|node| node.op.name() == "swiglu").map(|node| node.inputs[0]).collect(),
+            gates: graph
+                .nodes()
+                .iter()
+                .filter(|node| style.megatron.is_none() && node.op.name() == "swiglu")
+                .map(|node| node.inputs[0])
+                .collect(),
             mixtures,
             rows,
             micro_batch: Cell::new(0),
@@ -114,6 +141,8 @@ impl<'g> Run<'g> {
             in_flight: HashMap::new(),
             received: Vec::new(),
             left: Vec::new(),
+            copies: Vec::new(),
+            drops: graph.nodes().iter().any(|node| node.op.name() == "dropout"),
         };
         run.allocate_persistent();
         run
@@ -161,6 +190,18 @@ impl<'g> Run<'g> {
             let dtype = if style.is_amp { F32 } else { style.parameter };
             self.persistent.extend([(); 2].map(|()| tape.new_tensor(elements, 1, dtype)));
         }
+        self.tables = self.persistent.len();
+        if let Some(megatron) = style.megatron {
+            let elements = self.trained_elements();
+            let share = elements.div_ceil(megatron.optimizer_ranks);
+            let new = |count: u64, dtype: u64| self.autograd.tape.new_tensor(count, 1, dtype);
+            self.persistent.push(new(elements, megatron.gradient));
+            self.persistent.extend([(); 3].map(|()| new(share, F32)));
+            self.persistent.push(new(megatron.workspaces, 1));
+            self.copies.extend((self.has_states && megatron.copies_gradients).then(|| new(share, F32)));
+            self.has_states = true;
+            return;
+        }
         for Var { data: Tensor { elements, .. }, .. } in &self.trained {
             let share = elements.div_ceil(style.data_ranks);
             if style.is_mixed {
@@ -173,8 +214,23 @@ impl<'g> Run<'g> {
         }
     }
 
+    fn trained_elements(&self) -> u64 {
+        self.trained.iter().map(|var| var.data.elements).sum()
+    }
+
+    /// Returns the bytes of parameters, sums of gradients, masters and moments, and of copies of gradients for the update.
+    pub fn states(&self) -> u64 {
+        let bytes = |tensor: &Tensor| tensor.elements * tensor.dtype;
+        let experts = self.of_experts.values().flatten();
+        let parameters = self.parameters.values().chain(experts).map(|var| bytes(&var.data)).sum::<u64>();
+        let workspaces = self.style.megatron.map_or(0, |megatron| megatron.workspaces);
+        let others: u64 = self.persistent.iter().skip(self.tables).chain(&self.copies).map(bytes).sum();
+        parameters + others - workspaces
+    }
+
     /// Runs an action of the schedule. `next` is the action after it, or `None` for the last action.
     pub fn run_action(&mut self, action: Action, next: Option<&Action>) -> Result<(), EagerError> {
+        self.copies.clear();
         self.micro_batch.set(self.earlier + action.micro_batch.0 as usize);
         match action.kind {
             Kind::Forward => self.forward(action, next),
@@ -263,6 +319,10 @@ impl<'g> Run<'g> {
                 let states = [1, share, share].map(|count| tape.new_tensor(count, 1, self.style.state()));
                 self.persistent.extend(states);
             }
+        }
+        if let Some(megatron) = self.style.megatron.filter(|megatron| megatron.copies_gradients) {
+            let share = self.trained_elements().div_ceil(megatron.optimizer_ranks);
+            self.copies.push(self.autograd.tape.new_tensor(share, 1, F32));
         }
         for parameter in &self.trained {
             parameter.leaf().map(|leaf| leaf.grad.take());
@@ -355,6 +415,19 @@ impl<'g> Run<'g> {
 
     /// Applies the rule of a node.
     fn apply(&self, id: NodeId, values: &mut Environment) -> Result<(), EagerError> {
+        if let Some(megatron) = self.style.megatron {
+            match self.apply_megatron(megatron, id, values) {
+                Applied::Made(made) => _ = values.insert(self.graph.node(id).outputs[0], made),
+                Applied::Nothing => {}
+                Applied::AsElsewhere => return self.apply_rule(id, values),
+            }
+            return Ok(());
+        }
+        self.apply_rule(id, values)
+    }
+
+    /// Applies the rule of PyTorch's operation for a node.
+    fn apply_rule(&self, id: NodeId, values: &mut Environment) -> Result<(), EagerError> {
         let (node, autograd) = (self.graph.node(id), &self.autograd);
         let value = |index: usize| {
             let input = *node.inputs.get(index)?;
@@ -434,6 +507,57 @@ impl<'g> Run<'g> {
         let made = if self.gates.contains(&output) { autograd.activation(&made) } else { made };
         values.insert(output, made);
         Ok(())
+    }
+
+    /// Applies the rule of a node that differs in Megatron.
+    fn apply_megatron(&self, megatron: Megatron, id: NodeId, values: &mut Environment) -> Applied {
+        let (node, autograd, ranks) = (self.graph.node(id), &self.autograd, self.style.tensor_ranks);
+        let value = |index: usize| {
+            let input = *node.inputs.get(index)?;
+            values.get(&input).or_else(|| self.parameters.get(&input)).cloned()
+        };
+        let Some(x) = value(0) else {
+            // The statistics of logits, and gradients that this engine computes in the forward.
+            return Applied::Nothing;
+        };
+        let operands = || Some([value(0)?, value(1)?, value(2)?]);
+        let made = match node.op.name() {
+            // A bias is added without a copy of it for each row.
+            "broadcast_as" if self.graph.value(node.inputs[0]).spec.dims().len() == 1 => x,
+            // The sum is written over the summand.
+            "all_reduce" => x,
+            "all_gather" => autograd.gather(&x, ranks),
+            "reduce_scatter" => autograd.reduce_scatter(&x, ranks),
+            "linear_cross_entropy_statistics" => return Applied::Nothing,
+            "scaled_sum" => autograd.sum(&x, 1, 1),
+            "rms_norm" => match value(1) {
+                Some(weight) => autograd.fused_rms_norm(&x, &weight),
+                None => return Applied::AsElsewhere,
+            },
+            "swiglu" => match value(1) {
+                Some(up) => autograd.fused_swiglu(&x, &up),
+                None => return Applied::AsElsewhere,
+            },
+            "rope" => autograd.fused_rope(&x),
+            "attention" => {
+                let Some([q, k, v]) = operands() else { return Applied::AsElsewhere };
+                let dims = self.graph.value(node.inputs[1]).spec.dims();
+                let (keys, head) = (dims[dims.len() - 2] as u64, dims[dims.len() - 1] as u64);
+                let rows = q.data.elements / head;
+                autograd.transpose(&match () {
+                    () if megatron.is_unfused => autograd.unfused_attention([&q, &k, &v], rows, keys, self.drops),
+                    () if megatron.is_ring => autograd.ring_attention([&q, &k, &v], rows),
+                    () => autograd.attention([&q, &k, &v], rows),
+                })
+            }
+            "linear_cross_entropy" => {
+                let Some(weight) = value(1) else { return Applied::AsElsewhere };
+                let logits = self.linear(node.inputs[1], &x, &weight, None);
+                autograd.split_cross_entropy(&logits)
+            }
+            _ => return Applied::AsElsewhere,
+        };
+        Applied::Made(made)
     }
 
     /// A linear layer over the last dimension.

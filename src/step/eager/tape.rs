@@ -52,6 +52,9 @@ pub struct Tensor {
     pub dtype: u64,
     /// Whether the tensor is a view. The base of a view holds its own reference to the memory.
     pub is_view: bool,
+    /// The part of this rank, if the tensor was gathered from several ranks. Autograd saves the part, and the backward
+    /// gathers it again.
+    pub part: Option<Rc<Storage>>,
     /// Whether the two middle dimensions are swapped in memory. If true, a change of the shape needs a copy.
     pub is_transposed: bool,
 }
@@ -79,7 +82,7 @@ impl Tape {
     pub fn new_tensor(&self, elements: u64, width: u64, dtype: u64) -> Tensor {
         let index = self.allocate(elements * dtype);
         let storage = Rc::new(Storage { tape: self.clone(), index });
-        Tensor { storage, elements, width, dtype, is_view: false, is_transposed: false }
+        Tensor { storage, elements, width, dtype, is_view: false, part: None, is_transposed: false }
     }
 
     /// Allocates a tensor of the same shape and strides.

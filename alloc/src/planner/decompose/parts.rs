@@ -103,7 +103,7 @@ pub(crate) struct Whole {
 const DEPTH: u32 = 8;
 
 /// A part is large if it has more items than this.
-const LARGE: usize = 50_000;
+const LARGE: usize = 80_000;
 
 impl Whole {
     /// Splits a problem. If `rounded`, sizes are rounded up as far as the alignments allow. That simplifies the items,

@@ -64,7 +64,8 @@ impl Generation {
         Ok(())
     }
 
-    /// Returns the programs `prefill` and `decode`.
+    /// Returns the programs `prefill` and `decode`. Each outputs the logits of one token of each sequence, f32 [batch, 1,
+    /// vocabulary].
     fn programs(
         &self,
         build: &Build<'_>,
@@ -73,7 +74,12 @@ impl Generation {
         target: Target,
     ) -> Result<Vec<Program>> {
         let (window, chunk) = self.window(options);
-        let program = |name, tokens| self.program(build, (options, ranks), held, target, (name, tokens, window));
+        let program = |name, tokens| {
+            let (mut trace, logits) = self.trace(build, options, ranks, (self.batch, tokens), window)?;
+            let logits = if tokens == 1 { logits } else { one_of_each(&trace, &logits)? };
+            let logits = logits.contiguous()?.to_dtype(DType::F32)?;
+            forward(&mut trace, name, &[("logits", logits.id())], (options, ranks), held, target)
+        };
         Ok(vec![program("prefill", chunk)?, program("decode", 1)?])
     }
 
@@ -100,21 +106,6 @@ impl Generation {
         let logits = model.forward(&trace.tokens, false)?;
         drop(model);
         Ok((trace, logits))
-    }
-
-    /// Returns a program that outputs the logits of one token of each sequence, f32 [batch, 1, vocabulary].
-    fn program(
-        &self,
-        build: &Build<'_>,
-        (options, ranks): (&StepOptions, &RankPlan),
-        held: &Held,
-        target: Target,
-        (name, tokens, window): (&str, usize, usize),
-    ) -> Result<Program> {
-        let (mut trace, logits) = self.trace(build, options, ranks, (self.batch, tokens), window)?;
-        let logits = if tokens == 1 { logits } else { one_of_each(&trace, &logits)? };
-        let logits = logits.contiguous()?.to_dtype(DType::F32)?;
-        forward(&mut trace, name, &[("logits", logits.id())], (options, ranks), held, target)
     }
 }
 

@@ -23,7 +23,8 @@ use std::collections::{BTreeSet, HashMap};
 use candle_core::{D, DType};
 use gapless_alloc::{Role, lower_bound};
 use gapless_graph::nn::VarBuilder;
-use gapless_graph::{Causality, Culprit, LossPart, Model, SequenceLoss, ValueId, cache_obstacle, causality};
+use gapless_graph::shard::Shares;
+use gapless_graph::{Causality, Culprit, LossPart, Model, SequenceLoss, Sequences, ValueId, cache_obstacle, causality};
 use gapless_parallel::{Kind, StageId};
 
 pub use self::generation::{Generation, compile_inference};
@@ -155,7 +156,7 @@ pub fn compile_step(
     let train = step.lower(ranks, target, &recomputation)?;
     let programs: Vec<Program> = [train, evaluate, logits].into_iter().chain(generation).collect();
     programs.iter().for_each(|program| dump("compile", program));
-    if ranks.mesh.pipeline > 1 || ranks.mesh.expert > 1 || ranks.mesh.tensor > 1 {
+    if ranks.mesh.pipeline > 1 || ranks.mesh.expert > 1 || ranks.mesh.tensor > 1 || ranks.mesh.context > 1 {
         expect_same_parameters(&programs)?;
     }
     // Lifetimes, the plan, its check, and addresses.
@@ -335,17 +336,22 @@ fn forward(
     target: Target,
 ) -> Result<Program> {
     partition_like(&mut trace.lock(), &held.stages);
-    let sharded = ranks.sharing(options).map(|sharing| {
-        let ids: Vec<ValueId> = outputs.iter().map(|&(_, id)| id).collect();
-        trace.shard(&sharing, &ids, &[], Some(&held.windows))
-    });
-    let sharded = sharded.transpose()?;
-    let id_of = |id| sharded.as_ref().map_or(id, |sharded| sharded.value(id));
+    // A step that continues sequences may have fewer tokens than there are ranks.
+    let is_continued = matches!(trace.lock().sequences(), Sequences::Continued { .. });
+    let mut ids: Vec<ValueId> = outputs.iter().map(|&(_, id)| id).collect();
+    for mut sharing in ranks.sharings(options) {
+        if let Shares::Parameters { sequence } = &mut sharing.shares {
+            *sequence &= !is_continued;
+        }
+        let sharded = trace.shard(&sharing, &ids, &[], Some(&held.windows))?;
+        ids.iter_mut().for_each(|id| *id = sharded.value(*id));
+    }
     // Parameters that shard ranks divide are gathered here too.
     let sharing = ranks.full_sharing(options).filter(|sharing| sharing.parameters);
     let gathering = sharing.map(|sharing| trace.fully_shard(&sharing, &held.divided, &[])).transpose()?;
-    let id_of = |id| gathering.as_ref().map_or(id_of(id), |gathering| gathering.value(id_of(id)));
-    let outputs: Vec<Output> = outputs.iter().map(|&(name, id)| Output::everywhere(name, id_of(id))).collect();
+    let id_of = |id| gathering.as_ref().map_or(id, |gathering| gathering.value(id));
+    let named = outputs.iter().zip(ids);
+    let outputs: Vec<Output> = named.map(|(&(name, _), id)| Output::everywhere(name, id_of(id))).collect();
     lower(&Lowering {
         name,
         graph: &trace.lock(),

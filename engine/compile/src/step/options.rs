@@ -10,7 +10,7 @@ use candle_core::DType;
 use gapless_alloc::arena::Reserve;
 use gapless_graph::nn::{Preference, Trainable, names};
 use gapless_graph::optim::{AdamW, Optimizer, ParameterInfo};
-use gapless_kernels::LossTerms;
+use gapless_kernels::{Fold, LossTerms};
 use gapless_parallel::{Mesh, Rates};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -89,7 +89,7 @@ pub struct StepOptions {
     pub keep_gradients: bool,
     /// The caches with which sequences are continued. The caches share memory with the training step. Without caches,
     /// each new token takes a forward pass over the token's whole window. Caches are not used on GPUs, nor with several
-    /// pipeline, expert or tensor ranks.
+    /// pipeline or expert ranks. Tensor ranks divide them by heads.
     #[serde(skip)]
     pub generation: Option<Generation>,
 }
@@ -421,13 +421,28 @@ impl StepOptions {
     /// Returns the caches for generation. Returns `None` if no caches are set, or if the mesh has several pipeline or
     /// expert ranks.
     pub fn caches(&self) -> Option<&Generation> {
-        let is_supported = self.mesh.pipeline == 1 && self.mesh.expert == 1 && self.mesh.tensor == 1;
+        let is_supported = self.mesh.context == 1 && self.mesh.pipeline == 1 && self.mesh.expert == 1;
         self.generation.as_ref().filter(|_| is_supported)
     }
 
     /// Returns the collectives of shard ranks that may be under way.
     pub fn overlap(&self) -> Overlap {
         Overlap { prefetch: self.prefetch, reductions: self.reductions }
+    }
+
+    /// Returns the number of rounds in which context ranks divide a sequence: as many as leave chunks of 256 tokens, since
+    /// with more rounds, ranks have more equal work where sequences hold documents of several lengths.
+    pub fn context_rounds(&self) -> usize {
+        const TOKENS: usize = 256;
+        let chunks = |rounds: usize| rounds.saturating_mul(2).saturating_mul(self.mesh.context);
+        let is_fine =
+            |&rounds: &usize| self.sequence.is_multiple_of(chunks(rounds)) && self.sequence / chunks(rounds) >= TOKENS;
+        (0..usize::BITS).map(|power| 1 << power).take_while(is_fine).last().unwrap_or(1)
+    }
+
+    /// Returns the tokens of each sequence that a context rank has, or `None` if the ranks cannot divide a sequence.
+    pub fn fold(&self, rank: usize) -> Option<Fold> {
+        Fold::new(self.sequence, (self.mesh.context, rank), self.context_rounds())
     }
 
     /// Returns the operations whose saved results are compressed or offloaded.
@@ -451,7 +466,11 @@ impl StepOptions {
     /// Returns an error for the first setting that is refused, and the errors of [`Optimizer::check`].
     pub fn check(&self) -> Result<()> {
         self.check_values()?;
-        let Self { batch, micro_batches, memory, .. } = self;
+        let Self { batch, micro_batches, mesh, memory, .. } = self;
+        if self.sequence_parallel && mesh.tensor == 1 {
+            let why = "there is one tensor rank";
+            return Err(Error::config("step.sequence_parallel", why, "set mesh.tensor, or leave it out"));
+        }
         if !batch.is_multiple_of(self.parts()) {
             let ranks = match self.parts() / micro_batches {
                 1 => String::new(),
@@ -512,17 +531,14 @@ impl StepOptions {
                 _ => Error::config(key, format!("is {extent}, above the maximum of {most}"), "choose a smaller value"),
             });
         }
-        if mesh.context > 1 {
-            let why = format!("is {}, but ranks cannot share the tokens of a sequence yet", mesh.context);
-            return Err(Error::config("mesh.context", why, "set it to 1, and use mesh.data or mesh.tensor"));
-        }
-        if mesh.tensor > 1 && mesh.expert > 1 {
-            let why = format!("is {}, with {} expert ranks", mesh.tensor, mesh.expert);
-            return Err(Error::config("mesh.tensor", why, "divide the experts by columns alone: set mesh.expert to 1"));
-        }
-        if self.sequence_parallel && mesh.tensor == 1 {
-            let why = "there is one tensor rank";
-            return Err(Error::config("step.sequence_parallel", why, "set mesh.tensor, or leave it out"));
+        if mesh.context > 1 && self.fold(0).is_none() {
+            let why =
+                format!("is {}, but twice as many ranks do not divide sequences of {sequence} tokens", mesh.context);
+            return Err(Error::config(
+                "mesh.context",
+                why,
+                "choose a sequence that is a multiple of twice the context ranks",
+            ));
         }
         if ![2, 3].contains(&self.zero_stage) {
             let why = format!("is {}", self.zero_stage);

@@ -47,12 +47,12 @@ impl Held {
     /// them.
     fn find_axes(&mut self, graph: &Graph) {
         let axes = |(id, name): (ValueId, &str)| {
-            let axes = match self.windows.get(name).is_some_and(|window| !window.is_whole()) {
-                true => Axes::TENSOR,
-                false if graph.window(id).is_whole() => Axes::NONE,
-                false => Axes::EXPERTS,
-            };
-            (name.to_owned(), axes)
+            let (window, local) = (graph.window(id), self.windows.get(name));
+            let of_tensor = if local.is_some_and(|local| !local.is_whole()) { Axes::TENSOR } else { Axes::NONE };
+            // The tensor that tensor ranks divide is an expert rank's share.
+            let share = local.map_or(window.dims(), |local| local.whole_dims().to_vec());
+            let of_experts = if share == window.whole_dims() { Axes::NONE } else { Axes::EXPERTS };
+            (name.to_owned(), of_tensor | of_experts)
         };
         self.axes = graph.persistent().map(axes).collect();
     }
@@ -156,7 +156,7 @@ impl TrainStep {
 
     /// Replaces the graph by that of this rank, if ranks divide tensors.
     pub fn shard(&mut self, options: &StepOptions, ranks: &RankPlan) -> Result<()> {
-        if let Some(sharing) = ranks.sharing(options) {
+        for sharing in ranks.sharings(options) {
             let outputs: Vec<ValueId> = [vec![self.loss.id()], self.trace.reported(self.loss.id())].concat();
             let sharded = self.trace.shard(&sharing, &outputs, &self.pairs(), None)?;
             self.replace(|id| sharded.value(id));
@@ -316,6 +316,12 @@ impl Trace {
         let spec = Spec { shape: extents.into(), dtype: DType::U32 };
         let id = lock(&graph).add_input("tokens", spec)?;
         let tokens = Tensor::of(&graph, id);
+        if plan.mesh.context > 1 {
+            let mut graph = lock(&graph);
+            let places = (0..extents.0).flat_map(|_| 0..extents.1).map(|place| place as f64);
+            let positions = graph.add_data(places.collect(), tokens.spec().clone());
+            graph.set_sequences(Sequences::Placed { positions });
+        }
         Ok((Self { graph, tokens }, model))
     }
 

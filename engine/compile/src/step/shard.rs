@@ -1,8 +1,10 @@
-//! The division of a step's tensors among tensor ranks, and of its parameters and gradients among shard ranks.
+//! The division of a step's tensors among context and tensor ranks, and of its parameters and gradients among shard ranks.
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use gapless_graph::shard::{FullSharing, FullySharded, Request, Sharded, Sharing, can_be_gathered, fully_shard, shard};
+use gapless_graph::shard::{
+    FullSharing, FullySharded, Request, Sharded, Shares, Sharing, can_be_gathered, fully_shard, shard,
+};
 use gapless_graph::{LossPart, ValueId, Window};
 use gapless_parallel::Axes;
 
@@ -12,11 +14,19 @@ use super::{LOSS_PARTS, RankPlan, StepOptions};
 use crate::error::Result;
 
 impl RankPlan {
-    /// Returns how this rank shares tensors with others, or `None` if it shares none.
-    pub(super) fn sharing(&self, options: &StepOptions) -> Option<Sharing> {
-        let axes = Axes::TENSOR;
-        let (ranks, rank) = (self.mesh.size(axes), self.mesh.index(self.at, axes));
-        (ranks > 1).then_some(Sharing { axes, ranks, rank, sequence: options.sequence_parallel })
+    /// Returns how this rank shares tensors with others: first the tokens of sequences, then parameters.
+    pub(super) fn sharings(&self, options: &StepOptions) -> impl Iterator<Item = Sharing> {
+        let shares = [
+            (Axes::CONTEXT, Shares::Tokens { rounds: options.context_rounds() }),
+            (Axes::TENSOR, Shares::Parameters { sequence: options.sequence_parallel }),
+        ];
+        let sharing = |(axes, shares)| Sharing {
+            axes,
+            ranks: self.mesh.size(axes),
+            rank: self.mesh.index(self.at, axes),
+            shares,
+        };
+        shares.map(sharing).into_iter().filter(|sharing| sharing.ranks > 1)
     }
 
     /// Returns how this rank divides parameters and gradients with ranks that share the batch, or `None` if it does not.
@@ -38,7 +48,9 @@ impl Trace {
         windows: Option<&BTreeMap<String, Window>>,
     ) -> Result<Sharded> {
         let _span = tracing::info_span!("shard").entered();
-        let request = Request { tokens: self.tokens.id(), outputs, gradients, windows };
+        // The update adds up what context ranks have, as it does for all ranks that share the batch.
+        let is_summed = matches!(sharing.shares, Shares::Tokens { .. }) && windows.is_none();
+        let request = Request { tokens: self.tokens.id(), outputs, gradients, is_summed, windows };
         let mut sharded = shard(&self.lock(), sharing, &request)?;
         for name in &sharded.gathered {
             tracing::warn!(operation = %name, "ranks gather its inputs, because it has no rule: see Op::rule");

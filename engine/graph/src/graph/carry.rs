@@ -22,6 +22,7 @@ impl Graph {
         self.loss_parts = old.loss_parts.iter().map(reported).collect();
         self.sequences = match old.sequences {
             Sequences::Whole => Sequences::Whole,
+            Sequences::Placed { positions } => Sequences::Placed { positions: new(positions) },
             Sequences::Continued { positions, window } => Sequences::Continued { positions: new(positions), window },
             Sequences::Packed { document_starts, positions, weights, routed } => Sequences::Packed {
                 document_starts: new(document_starts),

@@ -109,8 +109,13 @@ impl Graph {
     /// # Errors
     /// Returns [`Error::Shape`] if an extent is 0 or the tensor is too large.
     pub fn add_cache(&mut self, what: &str, spec: Spec) -> Result<ValueId> {
-        self.check_sizes(what, std::slice::from_ref(&spec))?;
         let name = self.free_name(&format!("{}/{what}", self.layer()), |graph, name| graph.names.contains_key(name));
+        self.add_named_cache(name, spec)
+    }
+
+    /// Declares a cache of past tokens of this name, which no other value has.
+    pub(crate) fn add_named_cache(&mut self, name: String, spec: Spec) -> Result<ValueId> {
+        self.check_sizes(&name, std::slice::from_ref(&spec))?;
         let id = self.push_value(spec, Source::Cache { name: name.clone() });
         self.names.insert(name, id);
         Ok(id)

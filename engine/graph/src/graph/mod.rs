@@ -38,6 +38,11 @@ pub enum Sequences {
     /// Each sequence holds the beginning of one text.
     #[default]
     Whole,
+    /// Like [`Self::Whole`], but operations read the places of tokens from a value, so that ranks can divide the tokens.
+    Placed {
+        /// The position of each token in its text: u32 [batch, tokens].
+        positions: ValueId,
+    },
     /// Each sequence continues a text. Caches ([`Source::Cache`]) have the keys and values of the text's past tokens,
     /// which earlier runs have written. Attention appends the keys and values of the new tokens to the caches, and
     /// reads those of all tokens from there.

@@ -5,8 +5,6 @@ use std::sync::Arc;
 use gapless_kernels::{Numbers, Window};
 use rayon::prelude::*;
 
-use crate::error::{Error, Result};
-
 /// A distribution of initial values.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Init {
@@ -52,19 +50,8 @@ impl Initializer {
     }
 
     /// The initial values of a part of these: the elements that `window` holds of the tensor that they fill.
-    ///
-    /// # Errors
-    /// Returns an error if they fill a part of a tensor already, and the new part is not all of it.
-    pub(crate) fn part(&self, window: &Window) -> Result<Self> {
-        let window = match (self.window.is_whole(), window.is_whole()) {
-            (_, true) => self.window.clone(),
-            (true, false) => window.clone(),
-            (false, false) => {
-                let why = format!("{:?} is already divided among expert ranks", self.name);
-                return Err(Error::config("tensor ranks", why, "use one expert rank, or one tensor rank"));
-            }
-        };
-        Ok(Self { window, ..self.clone() })
+    pub(crate) fn part(&self, window: &Window) -> Self {
+        Self { window: self.window.part(window), ..self.clone() }
     }
 
     /// Fills `out` with the initial values, converted by `cast`, in parallel. The values are a pure function of `seed`

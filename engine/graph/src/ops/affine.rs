@@ -21,8 +21,8 @@ impl Op for Affine {
         "affine"
     }
 
-    fn is_linear(&self) -> bool {
-        self.shift == 0.0
+    fn linear_inputs(&self) -> usize {
+        if self.shift == 0.0 { usize::MAX } else { 0 }
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {

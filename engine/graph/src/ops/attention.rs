@@ -1,15 +1,18 @@
 //! Fused attention (FlashAttention, Dao et al., arXiv 2205.14135 and 2307.08691), which never stores tokens × tokens
 //! scores.
 
+use std::sync::Arc;
+
 use candle_core::Layout;
-use gapless_kernels::Spec;
 use gapless_kernels::cpu::Args;
 use gapless_kernels::cpu::attention::{self, HeadStrides, Mask};
 use gapless_kernels::cpu::bf16::with_float;
 use gapless_kernels::cuda::launch::Scores;
+use gapless_kernels::{Fold, Spec, Window};
 
 use super::is_positive_f32;
 use crate::error::Result;
+use crate::op::Keys;
 use crate::reference::{Array, Reference};
 use crate::rule::Rule;
 use crate::tensor::Tensor;
@@ -34,6 +37,8 @@ pub struct Attention {
     pub window: Option<usize>,
     /// The soft cap of scores: a score s is replaced by cap·tanh(s/cap) (Gemma 2, arXiv 2408.00118, section 2).
     pub cap: Option<f64>,
+    /// The tokens of the keys' sequence that the queries are. `None` if the queries are its last tokens.
+    pub places: Option<Fold>,
 }
 
 /// The extents of the operands of an attention.
@@ -63,7 +68,7 @@ impl Extents {
 impl Attention {
     /// Attention in which every query sees every key.
     pub fn full(scale: f64) -> Self {
-        Self { scale, causal: false, window: None, cap: None }
+        Self { scale, causal: false, window: None, cap: None, places: None }
     }
 
     /// Attention in which every query sees the keys up to its own.
@@ -73,7 +78,7 @@ impl Attention {
 
     /// Checks the settings.
     pub(super) fn check(&self) -> Result<(), String> {
-        let Self { scale, causal, window, cap } = *self;
+        let Self { scale, causal, window, cap, places: _ } = *self;
         if !is_positive_f32(scale) {
             return Err(format!("the scale {scale} is not a positive number in f32"));
         }
@@ -93,10 +98,37 @@ impl Attention {
         Some(Rule::Labels(if self.causal { text.replace('q', "Q") } else { text }.into()))
     }
 
-    /// The settings in the form that the CUDA kernels take.
-    pub(super) fn scores(&self) -> Scores {
-        let Self { scale, causal, window, cap } = *self;
-        Scores { scale: scale as f32, cap: cap.unwrap_or(0.0) as f32, is_causal: causal, window }
+    /// The settings in the form that the CUDA kernels take. `None` if they do not support them.
+    pub(super) fn scores(&self) -> Option<Scores> {
+        let Self { scale, causal, window, cap, places } = *self;
+        let is_supported = places.is_none();
+        is_supported.then(|| Scores { scale: scale as f32, cap: cap.unwrap_or(0.0) as f32, is_causal: causal, window })
+    }
+
+    /// True if the queries may be those in this window, [batch, heads, tokens, ..], of all queries.
+    pub(super) fn runs_on(&self, queries: &Window) -> bool {
+        !self.causal || Self::fold(queries).is_some()
+    }
+
+    /// Returns the attention of the queries in this window, [batch, heads, tokens, ..].
+    pub(super) fn of_queries(&self, queries: &Window) -> Self {
+        Self {
+            places: Self::fold(queries).filter(|_| self.causal && queries.dims()[2] < queries.whole_dims()[2]),
+            ..*self
+        }
+    }
+
+    fn fold(queries: &Window) -> Option<Fold> {
+        Fold::of(&queries.held()[2], queries.whole_dims()[2])
+    }
+
+    /// Returns the number of keys up to and including the last one that a query sees.
+    fn visible(&self, e: Extents, query: usize) -> usize {
+        match self.places {
+            _ if !self.causal => e.keys,
+            Some(places) => places.place(query) + 1,
+            None => query + 1 + e.keys - e.queries,
+        }
     }
 }
 
@@ -108,6 +140,18 @@ impl Op for Attention {
     fn rule(&self, inputs: &[Spec], _: &[Spec]) -> Option<Rule> {
         let starts = if inputs.len() > 3 { ", b q" } else { "" };
         self.labels(format!("b (h g) q D, b h K D, b h K E{starts} -> b q (h g) E, b (h g) q"))
+    }
+
+    fn keys(&self) -> Option<Keys> {
+        Some(Keys { inputs: &[1, 2], outputs: &[] })
+    }
+
+    fn runs_on(&self, inputs: &[Window]) -> bool {
+        self.runs_on(&inputs[0])
+    }
+
+    fn on_parts(&self, inputs: &[Window], _: &[Window]) -> Option<Arc<dyn Op>> {
+        Some(Arc::new(self.of_queries(&inputs[0])))
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
@@ -189,7 +233,7 @@ impl Op for Attention {
         });
     }
     fn cuda(&self, operands: &gapless_kernels::cuda::Operands<'_>) -> Option<Vec<gapless_kernels::cuda::Launch>> {
-        gapless_kernels::cuda::launch::attention(self.scores(), operands)
+        gapless_kernels::cuda::launch::attention(self.scores()?, operands)
     }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
@@ -235,7 +279,11 @@ impl Attention {
             head_size: e.head_size,
             value_size: e.value_size,
             scale: self.scale as f32,
-            mask: if self.causal { Mask::Causal { offset: e.keys - e.queries } } else { Mask::Full },
+            mask: match self.places {
+                _ if !self.causal => Mask::Full,
+                Some(places) => Mask::Folded(places),
+                None => Mask::Causal { offset: e.keys - e.queries },
+            },
             window: self.window,
             cap: self.cap.map(|cap| cap as f32),
             q: strides(q),
@@ -251,6 +299,10 @@ impl Attention {
     /// Returns the number of floating-point operations per element of a head that one product over the visible scores
     /// takes.
     fn flops_per_element(&self, e: Extents) -> u64 {
+        if self.places.is_some() {
+            let seen = |query| self.visible(e, query).min(self.window.unwrap_or(usize::MAX));
+            return 2 * (e.batch * e.heads * (0..e.queries).map(seen).sum::<usize>()) as u64;
+        }
         let causal = |queries: usize, keys: usize| queries * (2 * keys - queries + 1) / 2;
         let scores = match (self.causal, self.window) {
             (false, _) => e.queries * e.keys,
@@ -278,7 +330,7 @@ impl Attention {
         for (b, h, t) in (0..e.batch * e.heads * e.queries)
             .map(|i| (i / e.queries / e.heads, i / e.queries % e.heads, i % e.queries))
         {
-            let visible = if self.causal { t + 1 + e.keys - e.queries } else { e.keys };
+            let visible = self.visible(e, t);
             let q = &q.data[((b * e.heads + h) * e.queries + t) * e.head_size..][..e.head_size];
             let score = |s| self.score(q, &k.data[e.kv_row(b, h, s) * e.head_size..]);
             let in_window = self.window.map_or(0, |window| visible.saturating_sub(window));
@@ -338,6 +390,18 @@ impl Op for AttentionGrad {
         ))
     }
 
+    fn keys(&self) -> Option<Keys> {
+        Some(Keys { inputs: &[1, 2], outputs: &[1, 2] })
+    }
+
+    fn runs_on(&self, inputs: &[Window]) -> bool {
+        self.attention.runs_on(&inputs[0])
+    }
+
+    fn on_parts(&self, inputs: &[Window], _: &[Window]) -> Option<Arc<dyn Op>> {
+        Some(Arc::new(Self { attention: self.attention.of_queries(&inputs[0]) }))
+    }
+
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
         let e = Extents::of_specs(inputs);
         Ok(vec![
@@ -387,7 +451,7 @@ impl Op for AttentionGrad {
         gapless_kernels::cuda::launch::attention_grad_workspace(&inputs[4])
     }
     fn cuda(&self, operands: &gapless_kernels::cuda::Operands<'_>) -> Option<Vec<gapless_kernels::cuda::Launch>> {
-        gapless_kernels::cuda::launch::attention_grad(self.attention.scores(), operands)
+        gapless_kernels::cuda::launch::attention_grad(self.attention.scores()?, operands)
     }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {

@@ -49,8 +49,8 @@ impl Op for Binary {
         RowUse::InheritsRows
     }
 
-    fn is_linear(&self) -> bool {
-        matches!(self.kind, BinaryKind::Add | BinaryKind::Sub)
+    fn linear_inputs(&self) -> usize {
+        if matches!(self.kind, BinaryKind::Add | BinaryKind::Sub) { usize::MAX } else { 0 }
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {

@@ -53,8 +53,8 @@ impl Op for BroadcastAs {
         Some(Arc::new(Self { shape: outputs[0].dims().into() }))
     }
 
-    fn is_linear(&self) -> bool {
-        true
+    fn linear_inputs(&self) -> usize {
+        usize::MAX
     }
 
     fn gradient(&self, g: &mut Gradient) -> Result<()> {

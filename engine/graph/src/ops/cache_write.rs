@@ -5,6 +5,7 @@ use gapless_kernels::cpu::{Args, InPieces, Pieces, row_of, rows_per_task};
 
 use crate::Op;
 use crate::reference::{Array, Reference};
+use crate::rule::Rule;
 
 /// Writes x [batch, heads, tokens, head size] to rows of a cache [batch, heads, window, head size]. The rows are
 /// `positions` (u32 [batch, tokens]). The output is the changed cache. There is no gradient, because the rows that
@@ -15,6 +16,10 @@ pub struct CacheWrite;
 impl Op for CacheWrite {
     fn name(&self) -> &'static str {
         "cache_write"
+    }
+
+    fn rule(&self, _: &[Spec], _: &[Spec]) -> Option<Rule> {
+        Some(Rule::labels("b h W d, b h T d, b T -> b h W d"))
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {

@@ -10,6 +10,7 @@ use super::Attention;
 use super::attention::head_is_dense;
 use crate::Op;
 use crate::reference::{Array, Reference};
+use crate::rule::Rule;
 
 /// Causal [`Attention`] of new tokens over caches that already hold the new tokens' keys and values.
 ///
@@ -27,6 +28,11 @@ pub struct CachedAttention(pub Attention);
 impl Op for CachedAttention {
     fn name(&self) -> &'static str {
         "cached_attention"
+    }
+
+    fn rule(&self, inputs: &[Spec], _: &[Spec]) -> Option<Rule> {
+        let sinks = if inputs.len() > 4 { ", (h g)" } else { "" };
+        Some(Rule::Labels(format!("b (h g) t D, b h W D, b h W E, b t{sinks} -> b t (h g) E").into()))
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
@@ -112,7 +118,7 @@ impl Op for CachedAttention {
         gapless_kernels::cuda::launch::cached_attention_workspace(inputs)
     }
     fn cuda(&self, operands: &gapless_kernels::cuda::Operands<'_>) -> Option<Vec<gapless_kernels::cuda::Launch>> {
-        gapless_kernels::cuda::launch::cached_attention(self.0.scores(), operands)
+        gapless_kernels::cuda::launch::cached_attention(self.0.scores()?, operands)
     }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {

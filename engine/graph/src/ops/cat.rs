@@ -25,8 +25,8 @@ impl Op for Cat {
         Some(Rule::Cat { dim: self.dim })
     }
 
-    fn is_linear(&self) -> bool {
-        true
+    fn linear_inputs(&self) -> usize {
+        usize::MAX
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {

@@ -8,6 +8,7 @@ use gapless_parallel::Axes;
 use crate::error::Result;
 use crate::graph::FLOATS;
 use crate::reference::{Array, Reference};
+use crate::rule::Rule;
 use crate::tensor::Tensor;
 use crate::{Gradient, Op, RowUse};
 
@@ -140,6 +141,19 @@ impl Op for Collective {
         }
     }
 
+    /// The operands of a collective among some ranks, if other ranks divide them.
+    fn rule(&self, inputs: &[Spec], _: &[Spec]) -> Option<Rule> {
+        match *self {
+            Self::AllReduce { .. } => Some(Rule::elementwise(1, 1)),
+            Self::AllGather { .. } => Some(Rule::labels("* -> (R *)")),
+            Self::ReduceScatter { ranks, .. } if inputs[0].dims().first() == Some(&ranks) => {
+                Some(Rule::labels("R * -> (*)"))
+            }
+            Self::AllToAllRows { .. } => Some(Rule::labels("R w, S, T -> Q w")),
+            _ => None,
+        }
+    }
+
     fn rows(&self) -> RowUse {
         match *self {
             Self::AllToAllRows { receives_dynamic_rows: true, balanced, .. } => {
@@ -148,6 +162,10 @@ impl Op for Collective {
             Self::AllToAllRows { .. } => RowUse::FixedOutputs,
             _ => RowUse::Unaware,
         }
+    }
+
+    fn linear_inputs(&self) -> usize {
+        usize::from(!matches!(self, Self::Refill { .. } | Self::AllToAll { .. }))
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {

@@ -18,8 +18,8 @@ impl Op for Contiguous {
         "contiguous"
     }
 
-    fn is_linear(&self) -> bool {
-        true
+    fn linear_inputs(&self) -> usize {
+        usize::MAX
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {

@@ -43,10 +43,10 @@ fn threshold(p: f64) -> u64 {
 /// Returns the expression of the index with which an element of a fused kernel draws its random number, and appends the
 /// constants in it to `constants`.
 pub(super) fn drawn_index(part: Option<Spread>, constants: &mut Vec<Constant>) -> String {
-    let Some(Spread { start, inner, stride, .. }) = part else { return "i".into() };
+    let Some(Spread { start, inner, near, stride, elements: _ }) = part else { return "i".into() };
     let first = constants.len();
-    constants.extend([start, inner, stride].map(|number| Constant::Bits(number as u64)));
-    format!("spread(i, %{first}, %{}, %{})", first + 1, first + 2)
+    constants.extend([start, inner, near, stride].map(|number| Constant::Bits(number as u64)));
+    format!("spread(i, %{first}, %{}, %{}, %{})", first + 1, first + 2, first + 3)
 }
 
 impl Op for Dropout {

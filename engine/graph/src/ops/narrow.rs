@@ -57,8 +57,8 @@ impl Op for Narrow {
         Some(Arc::new(Self { start, len, ..*self }))
     }
 
-    fn is_linear(&self) -> bool {
-        true
+    fn linear_inputs(&self) -> usize {
+        usize::MAX
     }
 
     fn gradient(&self, g: &mut Gradient) -> Result<()> {
@@ -106,8 +106,8 @@ impl Op for Widen {
         Some(Arc::new(Self { start, extent, ..*self }))
     }
 
-    fn is_linear(&self) -> bool {
-        true
+    fn linear_inputs(&self) -> usize {
+        usize::MAX
     }
 
     fn gradient(&self, g: &mut Gradient) -> Result<()> {

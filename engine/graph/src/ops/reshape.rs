@@ -46,8 +46,8 @@ impl Op for Reshape {
         Some(Arc::new(Self { shape: outputs[0].dims().into() }))
     }
 
-    fn is_linear(&self) -> bool {
-        true
+    fn linear_inputs(&self) -> usize {
+        usize::MAX
     }
 
     fn gradient(&self, g: &mut Gradient) -> Result<()> {

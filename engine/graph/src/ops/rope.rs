@@ -161,8 +161,8 @@ impl Op for Rope {
         3 * inputs[0].elements() as u64
     }
 
-    fn reads_strides(&self, _: usize, _: &candle_core::Layout) -> bool {
-        true
+    fn reads_strides(&self, index: usize, _: &candle_core::Layout) -> bool {
+        index == 0
     }
 
     fn inplace(&self) -> &[(usize, usize)] {

@@ -33,8 +33,8 @@ impl Op for ScaledSum {
         Some(Rule::labels("* -> "))
     }
 
-    fn is_linear(&self) -> bool {
-        true
+    fn linear_inputs(&self) -> usize {
+        usize::MAX
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {

@@ -1,12 +1,15 @@
 //! Attention with sinks.
 
+use std::sync::Arc;
+
 use candle_core::DType;
-use gapless_kernels::Spec;
 use gapless_kernels::cpu::Args;
+use gapless_kernels::{Spec, Window};
 
 use super::Attention;
 use super::attention::AttentionGrad;
 use crate::error::Result;
+use crate::op::Keys;
 use crate::reference::{Array, Reference};
 use crate::rule::Rule;
 use crate::tensor::Tensor;
@@ -33,6 +36,18 @@ impl Op for SinkAttention {
     fn rule(&self, inputs: &[Spec], _: &[Spec]) -> Option<Rule> {
         let starts = if inputs.len() > 6 { ", b q" } else { "" };
         self.0.labels(format!("b q (h g) E, b (h g) q, (h g), b (h g) q D, b h K D, b h K E{starts} -> b q (h g) E[0]"))
+    }
+
+    fn keys(&self) -> Option<Keys> {
+        Some(Keys { inputs: &[4, 5], outputs: &[] })
+    }
+
+    fn runs_on(&self, inputs: &[Window]) -> bool {
+        self.0.runs_on(&inputs[3])
+    }
+
+    fn on_parts(&self, inputs: &[Window], _: &[Window]) -> Option<Arc<dyn Op>> {
+        Some(Arc::new(Self(self.0.of_queries(&inputs[3]))))
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {

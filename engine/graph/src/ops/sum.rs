@@ -42,8 +42,8 @@ impl Op for Sum {
         Some(Rule::Labels(format!("{input} -> {output}").into()))
     }
 
-    fn is_linear(&self) -> bool {
-        true
+    fn linear_inputs(&self) -> usize {
+        usize::MAX
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {

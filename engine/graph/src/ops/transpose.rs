@@ -39,8 +39,8 @@ impl Op for Transpose {
         Some(Rule::Labels(format!("{labels} -> {}", String::from_iter(swapped)).into()))
     }
 
-    fn is_linear(&self) -> bool {
-        true
+    fn linear_inputs(&self) -> usize {
+        usize::MAX
     }
 
     fn gradient(&self, g: &mut Gradient) -> Result<()> {

@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use gapless_kernels::Window;
 
-use super::dims::{Dim, Dims, Parts};
+use super::dims::{Dim, Dims, Part, Parts};
 use super::rule::Related;
 use crate::graph::{Graph, NodeId, Source, ValueId};
 
@@ -116,7 +116,7 @@ impl Analysis {
             }
         }
         for id in graph.value_ids() {
-            if matches!(graph.value(id).source, Source::Input { .. } | Source::Cache { .. }) {
+            if matches!(graph.value(id).source, Source::Input { .. }) {
                 self.leaves[id.index()].iter().for_each(|leaf| _ = bytes.remove(leaf));
             }
         }
@@ -130,7 +130,8 @@ impl Analysis {
         // Each element of a parameter must lie on one rank, so all segments of a dimension must be split.
         for (id, _) in graph.persistent() {
             let divides = |leaf: Dim| {
-                let of_rank = |rank| self.window(id, &Parts::from([(leaf, (ranks, rank))])).elements();
+                let part = |rank| Part::Range { of: ranks, index: rank };
+                let of_rank = |rank| self.window(id, &Parts::from([(leaf, part(rank))])).elements();
                 (0..ranks).map(of_rank).sum::<usize>() == graph.value(id).spec.elements()
             };
             let leaves = &self.leaves[id.index()];
@@ -149,19 +150,33 @@ impl Analysis {
         chosen
     }
 
-    /// Returns the leaves for which parameters are held as in another graph. Returns the name of a parameter if there are
-    /// none.
+    /// Returns the leaves for which parameters are held as in another graph. If this graph reads a parameter in another
+    /// way, the split dimension gets a leaf of its own, with which no node can run: ranks gather the parameter. Returns the
+    /// name of a parameter for which neither is possible.
     pub fn choose_as(
-        &self,
+        &mut self,
         graph: &Graph,
-        ranks: (usize, usize),
+        part: Part,
         windows: &BTreeMap<String, Window>,
     ) -> Result<Vec<Dim>, String> {
         let mut chosen = BTreeSet::new();
         for (id, name) in graph.persistent() {
             let Some(window) = windows.get(name).filter(|window| !window.is_whole()) else { continue };
-            let fits = |leaf: &&Dim| self.window(id, &Parts::from([(**leaf, ranks)])) == *window;
-            chosen.insert(*self.leaves[id.index()].iter().find(fits).ok_or_else(|| name.to_owned())?);
+            let fits = |analysis: &Self, leaf: Dim| analysis.window(id, &Parts::from([(leaf, part)])) == *window;
+            let known = self.leaves[id.index()].iter().copied().find(|&leaf| fits(self, leaf));
+            let leaf = match known {
+                Some(leaf) => leaf,
+                None => {
+                    let is_split = |dim: &usize| window.dims()[*dim] != window.whole_dims()[*dim];
+                    let dim = (0..window.dims().len()).find(is_split).ok_or_else(|| name.to_owned())?;
+                    let leaf = self.dims.leaf(window.whole_dims()[dim]);
+                    let shape = &mut self.shapes[id.index()];
+                    shape[dim] = leaf;
+                    self.leaves[id.index()] = shape.iter().flat_map(|&dim| self.dims.leaves(dim)).collect();
+                    fits(self, leaf).then_some(leaf).ok_or_else(|| name.to_owned())?
+                }
+            };
+            chosen.insert(leaf);
         }
         Ok(chosen.into_iter().collect())
     }

@@ -10,6 +10,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
+use gapless_kernels::Fold;
+
 /// Index of a dimension in [`Dims`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Dim(usize);
@@ -49,8 +51,22 @@ impl Join {
     }
 }
 
-/// The leaves that ranks divide among themselves: for each leaf, the number of parts and the index of a rank's part.
-pub type Parts = BTreeMap<Dim, (usize, usize)>;
+/// A rank's part of a leaf.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Part {
+    /// One of several ranges of nearly equal length.
+    Range {
+        /// Number of ranges.
+        of: usize,
+        /// Index of the range.
+        index: usize,
+    },
+    /// Some tokens of a sequence.
+    Fold(Fold),
+}
+
+/// The leaves that ranks divide among themselves, and a rank's part of each.
+pub type Parts = BTreeMap<Dim, Part>;
 
 impl Dims {
     /// A new dimension, which belongs together with no other.
@@ -262,7 +278,8 @@ impl Dims {
             _ => {
                 let extent = self.extent(dim);
                 match parts.get(&dim) {
-                    Some(&(parts, index)) => vec![extent * index / parts..extent * (index + 1) / parts],
+                    Some(&Part::Range { of, index }) => vec![extent * index / of..extent * (index + 1) / of],
+                    Some(Part::Fold(fold)) => fold.ranges().collect(),
                     None => vec![0..extent],
                 }
             }
@@ -288,8 +305,8 @@ mod tests {
         }
         let leaves: Vec<Dim> = dims.leaves(fused).into_iter().filter(|&leaf| !dims.is_whole(leaf)).collect();
         let [leaf] = leaves[..] else { panic!("{leaves:?}") };
-        assert_eq!(dims.held(fused, &Parts::from([(leaf, (2, 1))])), [4..8, 12..16, 20..24]);
-        assert_eq!(dims.held(fused, &Parts::from([(leaf, (3, 1))])), [2..4, 10..12, 18..20]);
+        assert_eq!(dims.held(fused, &Parts::from([(leaf, Part::Range { of: 2, index: 1 })])), [4..8, 12..16, 20..24]);
+        assert_eq!(dims.held(fused, &Parts::from([(leaf, Part::Range { of: 3, index: 1 })])), [2..4, 10..12, 18..20]);
     }
 
     #[test]
@@ -300,8 +317,8 @@ mod tests {
         let size = dims.leaf(2);
         let heads = dims.product(&[keys, group]);
         dims.reshape(&[queries], &[heads, size]);
-        assert_eq!(dims.held(queries, &Parts::from([(keys, (2, 1))])), [6..12]);
-        assert_eq!(dims.held(queries, &Parts::from([(group, (3, 1))])), [2..4, 8..10]);
+        assert_eq!(dims.held(queries, &Parts::from([(keys, Part::Range { of: 2, index: 1 })])), [6..12]);
+        assert_eq!(dims.held(queries, &Parts::from([(group, Part::Range { of: 3, index: 1 })])), [2..4, 8..10]);
     }
 
     #[test]

@@ -11,6 +11,10 @@
 //! With sequence parallelism (Korthikanti et al., arXiv 2205.05198, section 4.2.2), summands are added up into *rows*:
 //! each rank gets some of the tokens. Operations that treat each token on its own continue on rows, and what other
 //! operations read is gathered, once in each phase.
+//!
+//! Context ranks hold whole parameters and have rows of everything. Attention runs on a rank's queries and on all keys,
+//! which are gathered (Llama 3, arXiv 2407.21783, section 3.3.2). The gradients of parameters stay summands, because the
+//! ranks that share the batch are added up in any case.
 
 mod analysis;
 mod dims;
@@ -22,15 +26,18 @@ mod tests;
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::sync::Arc;
 
-use gapless_kernels::Window;
+use candle_core::DType;
+use gapless_kernels::{Fold, Spec, Window};
 use gapless_parallel::Axes;
 
 use self::analysis::Analysis;
-use self::dims::{Dim, Parts};
+use self::dims::{Dim, Part, Parts};
 use crate::error::{Error, Result};
-use crate::graph::{Graph, Node, NodeId, Phase, Place, Source, ValueId};
-use crate::op::Op;
-use crate::ops::{Binary, BinaryKind, BroadcastAs, Cat, Collective, Contiguous, Narrow, Reshape, Widen};
+use crate::graph::{FLOATS, Graph, Node, NodeId, Phase, Place, Source, ValueId};
+use crate::op::{Keys, Op};
+use crate::ops::{
+    Affine, Binary, BinaryKind, BroadcastAs, Cat, Collective, Contiguous, Embedding, Narrow, Reshape, Widen,
+};
 
 pub use self::fully::{FullSharing, FullySharded, can_be_gathered, fully_shard};
 pub use crate::rule::Rule;
@@ -44,8 +51,23 @@ pub struct Sharing {
     pub ranks: usize,
     /// Index of this rank.
     pub rank: usize,
-    /// Whether ranks divide the tokens between operations on split dimensions (sequence parallelism).
-    pub sequence: bool,
+    /// The tensors that they divide.
+    pub shares: Shares,
+}
+
+/// The tensors that ranks divide.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Shares {
+    /// Parameters, and what is computed with them.
+    Parameters {
+        /// Whether ranks divide the tokens between operations on split dimensions (sequence parallelism).
+        sequence: bool,
+    },
+    /// The tokens of each sequence.
+    Tokens {
+        /// The number of rounds of a [`Fold`].
+        rounds: usize,
+    },
 }
 
 /// The facts about a graph that the pass needs.
@@ -55,6 +77,8 @@ pub struct Request<'a> {
     pub tokens: ValueId,
     /// Values that every rank needs whole.
     pub outputs: &'a [ValueId],
+    /// Whether these ranks add up outputs and gradients later: each of them then needs a summand.
+    pub is_summed: bool,
     /// Parameters and their gradients.
     pub gradients: &'a [(ValueId, ValueId)],
     /// The parts of parameters that ranks hold, if another graph has determined them.
@@ -68,6 +92,8 @@ pub struct Sharded {
     pub graph: Graph,
     /// The part of each persistent tensor that the rank holds.
     pub windows: BTreeMap<String, Window>,
+    /// The part of each input that the rank reads, if ranks divide inputs.
+    pub inputs: BTreeMap<String, Window>,
     /// Names of the operations without a rule that made ranks gather their inputs.
     pub gathered: BTreeSet<String>,
     values: HashMap<ValueId, ValueId>,
@@ -113,8 +139,8 @@ struct Pass<'a> {
     new: Graph,
     sharing: Sharing,
     analysis: Analysis,
-    /// The leaves that are split together. Each chosen leaf is a cut.
-    cuts: Vec<Parts>,
+    /// The leaves that are split together, and the parts of each rank. Each chosen leaf is a cut.
+    cuts: Vec<Vec<Parts>>,
     /// The cut of tokens into rows, if ranks divide them.
     rows: Option<usize>,
     states: HashMap<ValueId, State>,
@@ -122,34 +148,44 @@ struct Pass<'a> {
     first: HashMap<ValueId, ValueId>,
     /// Nodes that read each value.
     readers: HashMap<ValueId, Vec<NodeId>>,
+    /// The node of which each value is an output.
+    makers: HashMap<ValueId, NodeId>,
     /// Values of the new graph that a node has read.
     used: HashSet<ValueId>,
     /// Whole and sliced forms of values, by phase and place.
     moved: HashMap<(ValueId, Option<usize>, Phase, Place), ValueId>,
     windows: BTreeMap<String, Window>,
+    inputs: BTreeMap<String, Window>,
     gathered: BTreeSet<String>,
 }
 
 impl<'a> Pass<'a> {
     fn new(old: &'a Graph, sharing: &Sharing, request: &Request<'_>) -> Result<Self> {
-        let analysis = Analysis::new(old, request.gradients);
-        let part = (sharing.ranks, sharing.rank);
+        let mut analysis = Analysis::new(old, request.gradients);
+        let Sharing { ranks, shares, .. } = *sharing;
+        let part = |rank| Part::Range { of: ranks, index: rank };
         let chosen = match request.windows {
-            None => analysis.choose(old, sharing.ranks),
-            Some(windows) => analysis.choose_as(old, part, windows).map_err(|name| {
+            _ if matches!(shares, Shares::Tokens { .. }) => Vec::new(),
+            None => analysis.choose(old, ranks),
+            Some(windows) => analysis.choose_as(old, part(sharing.rank), windows).map_err(|name| {
                 let why = format!("{name:?} is split in the training step in a way that this program cannot read");
                 Error::config("tensor ranks", why, "use one tensor rank")
             })?,
         };
-        let mut cuts: Vec<Parts> = chosen.into_iter().map(|leaf| Parts::from([(leaf, part)])).collect();
-        let rows = sharing.sequence.then(|| rows(&analysis, request.tokens, sharing)).transpose()?;
-        let rows = rows.map(|rows| {
+        let of_leaf = |leaf| (0..ranks).map(|rank| Parts::from([(leaf, part(rank))])).collect();
+        let mut cuts: Vec<Vec<Parts>> = chosen.into_iter().map(of_leaf).collect();
+        let has_rows = shares != Shares::Parameters { sequence: false };
+        let rows =
+            has_rows.then(|| (0..ranks).map(|rank| rows(&analysis, request.tokens, ranks, rank, shares)).collect());
+        let rows = rows.transpose()?.map(|rows| {
             cuts.push(rows);
             cuts.len() - 1
         });
         let mut readers: HashMap<ValueId, Vec<NodeId>> = HashMap::new();
+        let mut makers = HashMap::new();
         for id in old.node_ids() {
             old.node(id).inputs.iter().for_each(|&input| readers.entry(input).or_default().push(id));
+            old.node(id).outputs.iter().for_each(|&output| _ = makers.insert(output, id));
         }
         Ok(Self {
             old,
@@ -161,9 +197,11 @@ impl<'a> Pass<'a> {
             states: HashMap::new(),
             first: HashMap::new(),
             readers,
+            makers,
             used: HashSet::new(),
             moved: HashMap::new(),
             windows: BTreeMap::new(),
+            inputs: BTreeMap::new(),
             gathered: BTreeSet::new(),
         })
     }
@@ -180,19 +218,40 @@ impl<'a> Pass<'a> {
                     let window = self.window(id, cut);
                     let spec = value.spec.in_shape(window.dims());
                     self.windows.insert(name.clone(), window.clone());
-                    (self.new.add_filled(name, spec, fill.part(&window)?)?, cut)
+                    (self.new.add_filled(name, spec, fill.part(&window))?, cut)
                 }
-                Source::Input { name } => (self.new.add_input(name, value.spec.clone())?, None),
-                Source::Cache { .. } => {
-                    let why = "tensor ranks do not continue sequences with caches".to_owned();
-                    return Err(Error::config("caches", why, "sample without caches, or with one tensor rank"));
+                Source::Input { name } => {
+                    let cut = self.rows_of_source(id);
+                    let window = self.window(id, cut);
+                    let spec = value.spec.in_shape(window.dims());
+                    cut.map(|_| self.inputs.insert(name.clone(), window));
+                    (self.new.add_input(name, spec)?, cut)
+                }
+                Source::Cache { .. } if self.rows_of_source(id).is_some() => {
+                    let why = "context ranks do not continue sequences with caches".to_owned();
+                    return Err(Error::config("caches", why, "sample without caches, or with one context rank"));
+                }
+                Source::Cache { name } => {
+                    let cut = self.chosen().find(|&cut| self.has(cut, id));
+                    let spec = value.spec.in_shape(self.window(id, cut).dims());
+                    (self.new.add_named_cache(name.clone(), spec)?, cut)
                 }
                 Source::Constant(number) => (self.new.add_constant(*number, value.spec.clone())?, None),
-                Source::Data { elements, .. } => (self.new.add_data(elements.to_vec(), value.spec.clone()), None),
+                Source::Data { elements, .. } => {
+                    let cut = self.rows_of_source(id);
+                    let window = self.window(id, cut);
+                    let own = window.runs().flatten().map(|index| elements[index]).collect();
+                    (self.new.add_data(own, value.spec.in_shape(window.dims())), cut)
+                }
             };
             self.set(id, State { id: new, cut, is_summand: false });
         }
         Ok(())
+    }
+
+    /// The cut of a source of tokens of which context ranks get their own tokens.
+    fn rows_of_source(&self, id: ValueId) -> Option<usize> {
+        self.rows.filter(|&rows| matches!(self.sharing.shares, Shares::Tokens { .. }) && self.has_all(rows, id))
     }
 
     /// The cuts of chosen leaves.
@@ -203,7 +262,7 @@ impl<'a> Pass<'a> {
 
     /// The leaves of a cut that are really divided.
     fn leaves(&self, cut: usize) -> impl Iterator<Item = Dim> + '_ {
-        self.cuts[cut].iter().filter(|(_, (parts, _))| *parts > 1).map(|(&leaf, _)| leaf)
+        self.cuts[cut][0].keys().copied()
     }
 
     /// True if a cut divides a value.
@@ -217,7 +276,11 @@ impl<'a> Pass<'a> {
     }
 
     fn window(&self, id: ValueId, cut: Option<usize>) -> Window {
-        self.analysis.window(id, cut.map_or(&Parts::new(), |cut| &self.cuts[cut]))
+        self.window_of(id, cut, self.sharing.rank)
+    }
+
+    fn window_of(&self, id: ValueId, cut: Option<usize>, rank: usize) -> Window {
+        self.analysis.window(id, cut.map_or(&Parts::new(), |cut| &self.cuts[cut][rank]))
     }
 
     fn windows_of(&self, ids: &[ValueId], cut: Option<usize>) -> Vec<Window> {
@@ -233,9 +296,12 @@ impl<'a> Pass<'a> {
     fn node(&mut self, id: NodeId) -> Result<()> {
         let old = self.old;
         let node = old.node(id);
-        let is_sum = node.op.is_linear() && node.inputs.iter().all(|input| self.states[input].is_summand);
-        if is_sum {
-            let inputs: Vec<ValueId> = node.inputs.iter().map(|input| self.states[input].id).collect();
+        let (summed, others) = node.inputs.split_at(node.op.linear_inputs().min(node.inputs.len()));
+        if !summed.is_empty() && summed.iter().all(|input| self.states[input].is_summand) {
+            let mut inputs: Vec<ValueId> = summed.iter().map(|input| self.states[input].id).collect();
+            for &other in others {
+                inputs.push(self.bring(other, None, node)?);
+            }
             let outputs = self.apply(node, node.op.clone(), &inputs)?;
             for (&output, id) in node.outputs.iter().zip(outputs) {
                 self.set(output, State { id, cut: None, is_summand: true });
@@ -249,11 +315,13 @@ impl<'a> Pass<'a> {
                 self.gathered.insert(node.op.name().to_owned());
             }
         }
-        let sums: Vec<bool> =
-            (0..node.outputs.len()).map(|output| cut.is_some_and(|cut| self.sums(id, output, cut))).collect();
+        let keys = cut.and_then(|cut| self.keys(node, cut)).unwrap_or(Keys { inputs: &[], outputs: &[] });
+        let sums: Vec<bool> = (0..node.outputs.len())
+            .map(|output| keys.outputs.contains(&output) || cut.is_some_and(|cut| self.sums(id, output, cut)))
+            .collect();
         let mut inputs = Vec::new();
-        for &input in &node.inputs {
-            inputs.push(self.bring(input, cut, node)?);
+        for (index, &input) in node.inputs.iter().enumerate() {
+            inputs.push(self.bring(input, cut.filter(|_| !keys.inputs.contains(&index)), node)?);
         }
         let (of_inputs, of_outputs) = (self.windows_of(&node.inputs, cut), self.windows_of(&node.outputs, cut));
         let on_parts = cut.and_then(|_| node.op.on_parts(&of_inputs, &of_outputs));
@@ -279,7 +347,7 @@ impl<'a> Pass<'a> {
         }
         let outputs = self.apply(node, op, &inputs)?;
         for ((&output, id), is_summand) in node.outputs.iter().zip(outputs).zip(sums) {
-            let cut = cut.filter(|&cut| self.has(cut, output));
+            let cut = cut.filter(|&cut| self.has(cut, output) && !is_summand);
             self.set(output, State { id, cut, is_summand });
         }
         self.resolve(node)
@@ -301,8 +369,21 @@ impl<'a> Pass<'a> {
                 && node.outputs.iter().all(all_or_none)
                 && (node.outputs.iter().any(has_all) || node.inputs.iter().any(lies))
         };
-        let runs = |&cut: &usize| node.op.runs_on(&self.windows_of(&node.inputs, Some(cut)));
-        self.chosen().find(splits).or_else(|| self.rows.filter(on_rows)).filter(runs)
+        // All ranks must come to the same answer.
+        let runs = |&cut: &usize| {
+            let windows = |rank| -> Vec<Window> {
+                node.inputs.iter().map(|&input| self.window_of(input, Some(cut), rank)).collect()
+            };
+            (0..self.sharing.ranks).all(|rank| node.op.runs_on(&windows(rank)))
+        };
+        let on_queries = |&cut: &usize| on_rows(&cut) || self.keys(node, cut).is_some();
+        self.chosen().find(splits).or_else(|| self.rows.filter(on_queries)).filter(runs)
+    }
+
+    /// Returns the operands with a token for each key, if the node runs on the queries that ranks divide along a cut.
+    fn keys(&self, node: &Node, cut: usize) -> Option<Keys> {
+        let divides_queries = matches!(self.sharing.shares, Shares::Tokens { .. }) && self.has_all(cut, node.inputs[0]);
+        node.op.keys().filter(|_| divides_queries)
     }
 
     /// True if an output of a node that runs along a cut is a sum over the ranks.
@@ -331,7 +412,8 @@ impl<'a> Pass<'a> {
             let takes = |reader: &NodeId| {
                 let reader = self.old.node(*reader);
                 let is_near = reader.place == node.place && reader.phase == node.phase;
-                reader.op.is_linear() && is_near || reader.phase == Phase::Update
+                let (summed, others) = reader.inputs.split_at(reader.op.linear_inputs().min(reader.inputs.len()));
+                summed.contains(&output) && !others.contains(&output) && is_near || reader.phase == Phase::Update
             };
             let waits = self.readers.get(&output).is_none_or(|readers| readers.iter().all(takes));
             if self.states[&output].is_summand && !waits {
@@ -390,9 +472,25 @@ impl<'a> Pass<'a> {
             return Ok(whole);
         }
         let like = &Node { phase, ..like.clone() };
-        let whole = self.gather(id, part, cut, like)?;
+        let whole = match self.viewed(id, cut) {
+            Some((input, op)) => {
+                let input = self.whole(input, like)?;
+                self.apply(like, op, &[input])?[0]
+            }
+            None => self.gather(id, part, cut, like)?,
+        };
         self.moved.insert(key, whole);
         Ok(whole)
+    }
+
+    /// Returns the operation of which a value is a view of all elements, and its input, if both are divided along a cut.
+    /// Other views of the input can then share what is gathered.
+    fn viewed(&self, id: ValueId, cut: usize) -> Option<(ValueId, Arc<dyn Op>)> {
+        let node = self.old.node(*self.makers.get(&id).filter(|_| self.old.is_view(id))?);
+        let &[input] = &node.inputs[..] else { return None };
+        let State { cut: of_input, is_summand, .. } = self.states[&input];
+        let is_all = self.old.value(input).spec.elements() == self.old.value(id).spec.elements();
+        (of_input == Some(cut) && !is_summand && is_all).then(|| (input, node.op.clone()))
     }
 
     /// Replaces a summand by the sum.
@@ -416,19 +514,83 @@ impl<'a> Pass<'a> {
     /// Replaces a summand by this rank's rows of the sum.
     fn scatter(&mut self, id: ValueId, rows: usize, like: &Node) -> Result<()> {
         let window = self.window(id, Some(rows));
-        if !self.is_run(&window) {
-            self.all_reduce(id, like)?;
-            let whole = self.states[&id].id;
-            let part = self.slice(whole, &window, like)?;
-            self.states.insert(id, State { id: part, cut: Some(rows), is_summand: false });
-            return Ok(());
-        }
-        let Sharing { axes, ranks, .. } = self.sharing;
         let summand = self.states[&id].id;
+        let summand = match (self.is_run(&window), self.places(id, rows)) {
+            (true, _) => summand,
+            (false, Some(places)) => self.in_order_of_ranks(summand, &places, like)?,
+            (false, None) => {
+                self.all_reduce(id, like)?;
+                let whole = self.states[&id].id;
+                let part = self.slice(whole, &window, like)?;
+                self.states.insert(id, State { id: part, cut: Some(rows), is_summand: false });
+                return Ok(());
+            }
+        };
+        let Sharing { axes, ranks, .. } = self.sharing;
         let part = self.apply(like, Arc::new(Collective::ReduceScatter { axes, ranks }), &[summand])?;
         let part = self.apply(like, Arc::new(Reshape { shape: window.dims().into() }), &part)?[0];
         self.states.insert(id, State { id: part, cut: Some(rows), is_summand: false });
         Ok(())
+    }
+
+    /// Returns the places of all ranks' parts of a float value, if the ranks divide the indices of one dimension equally.
+    fn places(&self, id: ValueId, cut: usize) -> Option<Places> {
+        let spec = &self.old.value(id).spec;
+        let windows: Vec<Window> = (0..self.sharing.ranks).map(|rank| self.window_of(id, Some(cut), rank)).collect();
+        let first = windows[0].dims();
+        let mut divided = (0..first.len()).filter(|&dim| first[dim] < spec.dims()[dim]);
+        let (dim, None) = (divided.next()?, divided.next()) else { return None };
+        let is_even = windows.iter().all(|window| window.dims() == first);
+        let held = windows.iter().map(|window| window.held()[dim].iter().cloned().flatten().collect());
+        (is_even && FLOATS.contains(&spec.dtype)).then(|| Places {
+            dims: spec.dims().to_vec(),
+            dim,
+            held: held.collect(),
+        })
+    }
+
+    /// Returns the parts of all ranks of a whole value, one after another.
+    fn in_order_of_ranks(&mut self, whole: ValueId, places: &Places, like: &Node) -> Result<ValueId> {
+        let Places { dims, dim, held } = places;
+        let (outer, extent) = (dims[..*dim].iter().product::<usize>(), dims[*dim]);
+        let of_rank = |held: &Vec<usize>| -> Vec<usize> {
+            (0..outer).flat_map(|o| held.iter().map(move |&index| o * extent + index)).collect()
+        };
+        let rows: Vec<usize> = held.iter().flat_map(of_rank).collect();
+        let shape = [&[held.len()], &dims[..*dim], &[held[0].len()], &dims[dim + 1..]].concat();
+        self.pick(whole, rows, shape, places.width(), like)
+    }
+
+    /// Returns the whole value of which the parts of all ranks are given one after another: the inverse of
+    /// [`Self::in_order_of_ranks`].
+    fn in_order_of_indices(&mut self, parts: ValueId, places: &Places, like: &Node) -> Result<ValueId> {
+        let Places { dims, dim, held } = places;
+        let outer: usize = dims[..*dim].iter().product();
+        let len = held[0].len();
+        let mut holders = vec![(0, 0); dims[*dim]];
+        for (rank, held) in held.iter().enumerate().rev() {
+            held.iter().enumerate().for_each(|(at, &index)| holders[index] = (rank, at));
+        }
+        let row = |o: usize, (rank, at): (usize, usize)| (rank * outer + o) * len + at;
+        let rows = (0..outer).flat_map(|o| holders.iter().map(move |&holder| row(o, holder))).collect();
+        self.pick(parts, rows, dims.clone(), places.width(), like)
+    }
+
+    /// Returns these rows of `width` elements of a value, as a tensor of extents `dims`.
+    fn pick(
+        &mut self,
+        value: ValueId,
+        rows: Vec<usize>,
+        dims: Vec<usize>,
+        width: usize,
+        like: &Node,
+    ) -> Result<ValueId> {
+        let all = self.new.value(value).spec.elements() / width;
+        let table = self.apply(like, Arc::new(Reshape { shape: (all, width).into() }), &[value])?[0];
+        let ids = Spec { shape: rows.len().into(), dtype: DType::U32 };
+        let ids = self.new.add_data(rows.into_iter().map(|row| row as f64).collect(), ids);
+        let picked = self.apply(like, Arc::new(Embedding::default()), &[table, ids])?;
+        Ok(self.apply(like, Arc::new(Reshape { shape: dims.into() }), &picked)?[0])
     }
 
     /// True if the ranks' parts of a value are equal runs of its elements, in the order of the ranks.
@@ -473,12 +635,24 @@ impl<'a> Pass<'a> {
         if self.is_run(&window) {
             return self.all_gather(part, shape, like);
         }
-        // Every rank puts its part among zeros, and all are added up. What every rank has is the first rank's.
-        let first: Parts = self.cuts[cut].iter().map(|(&leaf, &(parts, _))| (leaf, (parts, 0))).collect();
+        if let Some(places) = self.places(id, cut) {
+            let dims = [&[self.sharing.ranks], &window.dims()[..]].concat();
+            let parts = self.all_gather(part, &dims, like)?;
+            return self.in_order_of_indices(parts, &places, like);
+        }
+        let own = self.among_zeros(id, part, cut, like)?;
+        self.sum(own, like)
+    }
+
+    /// Returns a summand of the whole of a value: this rank's part among zeros.
+    fn among_zeros(&mut self, id: ValueId, part: ValueId, cut: usize, like: &Node) -> Result<ValueId> {
+        let shape = self.old.value(id).spec.dims().to_vec();
+        // What every rank has is the first rank's.
+        let first = &self.cuts[cut][0].clone();
         let mut value = part;
         for (dim, &extent) in shape.iter().enumerate() {
             let held_with = |parts: &Parts| self.analysis.dims.held(self.analysis.shapes[id.index()][dim], parts);
-            let (held, of_first) = (held_with(&self.cuts[cut]), held_with(&first));
+            let (held, of_first) = (held_with(&self.cuts[cut][self.sharing.rank]), held_with(first));
             if held.iter().map(ExactSizeIterator::len).sum::<usize>() == extent {
                 continue;
             }
@@ -499,7 +673,7 @@ impl<'a> Pass<'a> {
             }
             value = wide.unwrap_or(value);
         }
-        self.sum(value, like)
+        Ok(value)
     }
 
     /// Brings outputs and gradients together, and carries over what the graph says about its values.
@@ -515,48 +689,98 @@ impl<'a> Pass<'a> {
             values.insert(id, self.states[&id].id);
         }
         for &output in request.outputs {
-            let whole = self.bring(output, None, &like(output, None)?)?;
-            values.insert(output, whole);
+            let like = like(output, None)?;
+            let new = match request.is_summed {
+                true => self.summand(output, &like)?,
+                false => self.bring(output, None, &like)?,
+            };
+            values.insert(output, new);
         }
         for &(parameter, gradient) in request.gradients {
             let cut = self.states[&parameter].cut;
-            let part = self.bring(gradient, cut, &like(gradient, Some(Phase::Update))?)?;
-            values.insert(gradient, part);
+            let new = match request.is_summed {
+                true => self.summand(gradient, &like(gradient, None)?)?,
+                false => self.bring(gradient, cut, &like(gradient, Some(Phase::Update))?)?,
+            };
+            values.insert(gradient, new);
         }
         let first = std::mem::take(&mut self.first);
         self.new.carry_over(old, &|id| {
             values.get(&id).or_else(|| first.get(&id)).copied().expect("every value has a form")
         });
-        let Self { new: graph, windows, gathered, .. } = self;
-        Ok(Sharded { graph, windows, gathered, values })
+        let Self { new: graph, windows, inputs, gathered, .. } = self;
+        Ok(Sharded { graph, windows, inputs, gathered, values })
+    }
+
+    /// Returns a value of which the sum over the ranks is the whole of a value.
+    fn summand(&mut self, id: ValueId, like: &Node) -> Result<ValueId> {
+        match self.states[&id] {
+            State { id, is_summand: true, .. } => Ok(id),
+            State { id: part, cut: Some(cut), .. } => self.among_zeros(id, part, cut, like),
+            State { id: whole, cut: None, .. } => {
+                let share = Affine { scale: 1.0 / self.sharing.ranks as f64, shift: 0.0 };
+                Ok(self.apply(like, Arc::new(share), &[whole])?[0])
+            }
+        }
     }
 }
 
-/// Returns the division of tokens among the ranks: of whole sequences as far as their number allows it, then of the
-/// tokens of each.
-fn rows(analysis: &Analysis, tokens: ValueId, sharing: &Sharing) -> Result<Parts> {
-    let fail = |why: String| Error::config("sequence_parallel", why, "set sequence_parallel = false");
+/// The places of all ranks' parts of a value of which they divide one dimension equally.
+struct Places {
+    /// The extents of the whole value.
+    dims: Vec<usize>,
+    /// The divided dimension.
+    dim: usize,
+    /// The indices of that dimension that each rank has, in ascending order.
+    held: Vec<Vec<usize>>,
+}
+
+impl Places {
+    /// The number of elements at each index of the divided dimension.
+    fn width(&self) -> usize {
+        self.dims[self.dim + 1..].iter().product()
+    }
+}
+
+/// Returns a rank's part of the tokens. With sequence parallelism, ranks divide whole sequences as far as their number allows
+/// it, then the tokens of each. Context ranks divide the tokens of each sequence.
+fn rows(analysis: &Analysis, tokens: ValueId, ranks: usize, rank: usize, shares: Shares) -> Result<Parts> {
+    let (option, remedy) = match shares {
+        Shares::Parameters { .. } => {
+            ("sequence_parallel", "let the ranks divide the tokens, or set sequence_parallel = false")
+        }
+        Shares::Tokens { .. } => ("mesh.context", "let twice the ranks divide the tokens, or use one context rank"),
+    };
+    let fail = |why: String| Error::config(option, why, remedy);
     let &[batch, sequence] = &analysis.shapes[tokens.index()][..] else {
         return Err(fail("the tokens must be [batch, tokens]".into()));
     };
-    let Sharing { ranks, rank, .. } = *sharing;
-    let of_batch = gcd(analysis.dims.extent(batch), ranks);
+    let leaf_of = |dim: Dim| {
+        let leaf = analysis.dims.leaves(dim).into_iter().next()?;
+        let is_free = analysis.dims.extent(leaf) == analysis.dims.extent(dim) && !analysis.dims.is_whole(leaf);
+        is_free.then_some(leaf)
+    };
+    let of_batch = match shares {
+        Shares::Parameters { .. } => leaf_of(batch).map_or(1, |leaf| gcd(analysis.dims.extent(leaf), ranks)),
+        Shares::Tokens { .. } => 1,
+    };
     let of_sequence = ranks / of_batch;
+    let range = |of, index| Part::Range { of, index };
+    let extent = analysis.dims.extent(sequence);
+    let part_of_sequence = match shares {
+        Shares::Parameters { .. } => extent.is_multiple_of(of_sequence).then(|| range(of_sequence, rank % of_sequence)),
+        Shares::Tokens { rounds } => Fold::new(extent, (ranks, rank), rounds).map(Part::Fold),
+    };
+    let Some(part_of_sequence) = part_of_sequence else {
+        return Err(fail(format!("{ranks} ranks cannot divide sequences of {extent} tokens equally")));
+    };
     let mut parts = Parts::new();
-    let cuts = [(batch, of_batch, rank / of_sequence), (sequence, of_sequence, rank % of_sequence)];
-    for (dim, parts_of, index) in cuts.into_iter().filter(|(_, parts, _)| *parts > 1) {
-        let leaves = analysis.dims.leaves(dim);
-        let leaf = leaves.into_iter().next().filter(|&leaf| analysis.dims.extent(leaf) == analysis.dims.extent(dim));
-        let Some(leaf) = leaf.filter(|&leaf| !analysis.dims.is_whole(leaf)) else {
+    let cuts = [(batch, of_batch, range(of_batch, rank / of_sequence)), (sequence, of_sequence, part_of_sequence)];
+    for (dim, _, part) in cuts.into_iter().filter(|(_, of, _)| *of > 1) {
+        let Some(leaf) = leaf_of(dim) else {
             return Err(fail("an operation of the model needs all tokens in one tensor".into()));
         };
-        let extent = analysis.dims.extent(leaf);
-        if !extent.is_multiple_of(parts_of) {
-            let why = format!("{ranks} tensor ranks cannot divide sequences of {extent} tokens");
-            let remedy = "let them divide the tokens, or set sequence_parallel = false";
-            return Err(Error::config("sequence_parallel", why, remedy));
-        }
-        parts.insert(leaf, (parts_of, index));
+        parts.insert(leaf, part);
     }
     Ok(parts)
 }

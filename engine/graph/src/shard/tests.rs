@@ -8,9 +8,9 @@ use candle_core::DType;
 use gapless_kernels::{Numbers, Spec, Stream, Window};
 use gapless_parallel::Axes;
 
-use super::{Request, Sharded, Sharing, shard};
+use super::{Request, Sharded, Shares, Sharing, shard};
 use crate::autodiff::differentiate;
-use crate::graph::{Graph, Phase, ValueId, lock};
+use crate::graph::{Graph, Phase, Sequences, ValueId, lock};
 use crate::nn::{Module, VarBuilder, embedding, layer_norm, linear, linear_no_bias, rms_norm};
 use crate::ops::Collective;
 use crate::reference::{Array, Reference, evaluate, stored};
@@ -111,7 +111,22 @@ pub(super) struct Recorded {
 }
 
 pub(super) fn record(model: impl Fn(&VarBuilder, &Tensor, &Tensor) -> Result<Tensor>) -> Result<Recorded> {
-    let graph = Arc::new(Mutex::new(Graph::default()));
+    record_in(Arc::new(Mutex::new(Graph::default())), model)
+}
+
+/// Records a model that reads the places of tokens from a value.
+fn record_placed(model: impl Fn(&VarBuilder, &Tensor, &Tensor) -> Result<Tensor>) -> Result<Recorded> {
+    let mut graph = Graph::default();
+    let places = [0..TOKENS, 0..TOKENS].into_iter().flatten().map(|place| place as f64);
+    let positions = graph.add_data(places.collect(), Spec { shape: (BATCH, TOKENS).into(), dtype: DType::U32 });
+    graph.set_sequences(Sequences::Placed { positions });
+    record_in(Arc::new(Mutex::new(graph)), model)
+}
+
+fn record_in(
+    graph: Arc<Mutex<Graph>>,
+    model: impl Fn(&VarBuilder, &Tensor, &Tensor) -> Result<Tensor>,
+) -> Result<Recorded> {
     let vb = VarBuilder::new(&graph, DType::F32);
     let input = |name| {
         let id = lock(&graph).add_input(name, Spec { shape: (BATCH, TOKENS).into(), dtype: DType::U32 })?;
@@ -148,37 +163,50 @@ pub(super) fn record(model: impl Fn(&VarBuilder, &Tensor, &Tensor) -> Result<Ten
 }
 
 /// Checks the graphs of some ranks. Returns the parameters that they divide, and the collectives of the first rank.
-fn check(recorded: &Recorded, ranks: usize, sequence: bool) -> (Vec<String>, Vec<&'static str>) {
+fn check(recorded: &Recorded, ranks: usize, shares: Shares) -> (Vec<String>, Vec<&'static str>) {
     let Recorded { graph, tokens, loss, gradients, given } = recorded;
     let graph = lock(graph);
     let stream = Stream::new(7, 0, 0);
     let whole = evaluate(&graph, given, stream);
     let pairs: Vec<(ValueId, ValueId)> =
         gradients.iter().map(|&(_, parameter, gradient)| (parameter, gradient)).collect();
-    let request = Request { tokens: *tokens, outputs: &[*loss], gradients: &pairs, windows: None };
-    let of_rank = |rank| shard(&graph, &Sharing { axes: Axes::TENSOR, ranks, rank, sequence }, &request).unwrap();
+    let is_summed = matches!(shares, Shares::Tokens { .. });
+    let request = Request { tokens: *tokens, outputs: &[*loss], gradients: &pairs, is_summed, windows: None };
+    let of_rank = |rank| shard(&graph, &Sharing { axes: Axes::TENSOR, ranks, rank, shares }, &request).unwrap();
     let sharded: Vec<Sharded> = (0..ranks).map(of_rank).collect();
     assert!(sharded[0].gathered.is_empty(), "{:?} have no rule", sharded[0].gathered);
     let part =
         |array: &Array, window: &Window| window.runs().flatten().map(|index| array.data[index]).collect::<Vec<_>>();
     let given_to = |sharded: &Sharded| -> HashMap<String, Array> {
-        let of_rank = |(name, array): (&String, &Array)| match sharded.windows.get(name) {
-            Some(window) => (name.clone(), Array::new(&window.dims(), part(array, window))),
-            None => (name.clone(), array.clone()),
-        };
+        let of_rank =
+            |(name, array): (&String, &Array)| match sharded.windows.get(name).or_else(|| sharded.inputs.get(name)) {
+                Some(window) => (name.clone(), Array::new(&window.dims(), part(array, window))),
+                None => (name.clone(), array.clone()),
+            };
         given.iter().map(of_rank).collect()
     };
     let parts: Vec<HashMap<String, Array>> = sharded.iter().map(given_to).collect();
     let graphs: Vec<&Graph> = sharded.iter().map(|sharded| &sharded.graph).collect();
     let values = evaluate_together(&graphs, &parts, stream);
-    let what = format!("{ranks} ranks, sequence: {sequence}");
+    let what = format!("{ranks} ranks, {shares:?}");
     let expect = |made: &[f64], exact: &[f64], name: &str| {
         assert_eq!(made.len(), exact.len(), "{what}: {name}");
         let norm = exact.iter().map(|x| x * x).sum::<f64>().sqrt();
         let distance = made.iter().zip(exact).map(|(a, b)| (a - b) * (a - b)).sum::<f64>().sqrt();
         assert!(distance <= 1e-10 * norm.max(1e-3), "{what}: {name} is off by {distance} of {norm}");
     };
-    for (sharded, values) in sharded.iter().zip(&values) {
+    if is_summed {
+        let sum = |of: &dyn Fn(&Sharded) -> ValueId| {
+            let summands = sharded.iter().zip(&values).map(|(sharded, values)| values[of(sharded).index()].clone());
+            summands.reduce(|a, b| a.zip(&b, |a, b| a + b)).expect("there are ranks").data
+        };
+        expect(&sum(&|sharded| sharded.value(*loss)), &whole[loss.index()].data, "the loss");
+        for (name, _, gradient) in gradients {
+            let made = sum(&|sharded| sharded.value(*gradient));
+            expect(&made, &whole[gradient.index()].data, &format!("the gradient of {name}"));
+        }
+    }
+    for (sharded, values) in sharded.iter().zip(&values).filter(|_| !is_summed) {
         expect(&values[sharded.value(*loss).index()].data, &whole[loss.index()].data, "the loss");
         for (name, _, gradient) in gradients {
             let exact = part(&whole[gradient.index()], &sharded.windows[name]);
@@ -221,34 +249,55 @@ fn llama(vb: &VarBuilder, x: &Tensor, (heads, kv_heads): (usize, usize)) -> Resu
     x.add(&linear_no_bias(20, WIDTH, vb.pp("down"))?.forward(&h)?)
 }
 
+fn tied_gpt(vb: &VarBuilder, tokens: &Tensor, targets: &Tensor) -> Result<Tensor> {
+    let table = embedding(VOCABULARY, WIDTH, vb.pp("wte"))?;
+    let positions = vb.pp("wpe").get((TOKENS, WIDTH), "weight")?.rows_of_positions(TOKENS)?;
+    let x = table.forward(tokens)?.broadcast_add(&positions)?.dropout(0.1)?;
+    let x = gpt(&vb.pp("h.1"), &gpt(&vb.pp("h.0"), &x, 6)?, 6)?;
+    let x = layer_norm(WIDTH, 1e-5, vb.pp("norm"))?.forward(&x)?;
+    x.linear_cross_entropy(table.embeddings(), targets)?.mean_all()
+}
+
+fn two_layers_of_llama(vb: &VarBuilder, tokens: &Tensor, targets: &Tensor) -> Result<Tensor> {
+    let x = embedding(VOCABULARY, WIDTH, vb.pp("wte"))?.forward(tokens)?;
+    let x = llama(&vb.pp("h.1"), &llama(&vb.pp("h.0"), &x, (8, 2))?, (8, 4))?;
+    let x = rms_norm(WIDTH, 1e-5, vb.pp("norm"))?.forward(&x)?;
+    let logits = linear_no_bias(WIDTH, VOCABULARY, vb.pp("head"))?.forward(&x)?;
+    logits.flatten(0, 1)?.cross_entropy(&targets.flatten_all()?)?.mean_all()
+}
+
 #[test]
 fn ranks_of_gpt_and_llama_give_the_whole_gradients() {
-    let tied_gpt = record(|vb, tokens, targets| {
-        let table = embedding(VOCABULARY, WIDTH, vb.pp("wte"))?;
-        let x = table.forward(tokens)?;
-        let x = x.broadcast_add(&vb.pp("wpe").get((TOKENS, WIDTH), "weight")?)?.dropout(0.1)?;
-        let x = gpt(&vb.pp("h.1"), &gpt(&vb.pp("h.0"), &x, 6)?, 6)?;
-        let x = layer_norm(WIDTH, 1e-5, vb.pp("norm"))?.forward(&x)?;
-        x.linear_cross_entropy(table.embeddings(), targets)?.mean_all()
-    })
-    .unwrap();
-    let llama = record(|vb, tokens, targets| {
-        let x = embedding(VOCABULARY, WIDTH, vb.pp("wte"))?.forward(tokens)?;
-        let x = llama(&vb.pp("h.1"), &llama(&vb.pp("h.0"), &x, (8, 2))?, (8, 4))?;
-        let x = rms_norm(WIDTH, 1e-5, vb.pp("norm"))?.forward(&x)?;
-        let logits = linear_no_bias(WIDTH, VOCABULARY, vb.pp("head"))?.forward(&x)?;
-        logits.flatten(0, 1)?.cross_entropy(&targets.flatten_all()?)?.mean_all()
-    })
-    .unwrap();
+    let tied_gpt = record(tied_gpt).unwrap();
+    let llama = record(two_layers_of_llama).unwrap();
     for sequence in [false, true] {
         for ranks in [2, 3, 4, 8] {
             for (name, model) in [("GPT", &tied_gpt), ("Llama", &llama)] {
                 if sequence && !TOKENS.is_multiple_of(ranks) {
                     continue;
                 }
-                let (split, collectives) = check(model, ranks, sequence);
+                let (split, collectives) = check(model, ranks, Shares::Parameters { sequence });
                 assert!(!split.is_empty() && !collectives.is_empty(), "{name}: {split:?}, {collectives:?}");
             }
+        }
+    }
+}
+
+/// Only keys and values are gathered, in the forward and again in the backward, and the sums of their gradients divided.
+#[test]
+fn context_ranks_give_the_whole_gradients() {
+    let gpt = record_placed(tied_gpt).unwrap();
+    let llama = record_placed(two_layers_of_llama).unwrap();
+    for (ranks, rounds) in [(2, 1), (2, 2), (4, 1)] {
+        for model in [&gpt, &llama] {
+            let (split, collectives) = check(model, ranks, Shares::Tokens { rounds });
+            assert!(split.is_empty(), "{split:?}");
+            let count = |name| collectives.iter().filter(|&&other| other == name).count();
+            assert_eq!(
+                (count("all_gather"), count("reduce_scatter"), collectives.len()),
+                (8, 4, 12),
+                "{collectives:?}"
+            );
         }
     }
 }
@@ -281,9 +330,22 @@ fn layers_send_what_megatron_sends() {
     .unwrap();
     let graph = lock(&recorded.graph);
     let pairs: Vec<(ValueId, ValueId)> = recorded.gradients.iter().map(|&(_, a, b)| (a, b)).collect();
-    let request = Request { tokens: recorded.tokens, outputs: &[recorded.loss], gradients: &pairs, windows: None };
+    let request = Request {
+        tokens: recorded.tokens,
+        outputs: &[recorded.loss],
+        gradients: &pairs,
+        is_summed: false,
+        windows: None,
+    };
     let (ranks, x) = (2, BATCH * TOKENS * WIDTH);
-    let of = |sequence| shard(&graph, &Sharing { axes: Axes::TENSOR, ranks, rank: 0, sequence }, &request).unwrap();
+    let of = |sequence| {
+        shard(
+            &graph,
+            &Sharing { axes: Axes::TENSOR, ranks, rank: 0, shares: Shares::Parameters { sequence } },
+            &request,
+        )
+        .unwrap()
+    };
     let statistics = ("all_gather", ranks * BATCH * TOKENS * 4);
     let plain = sent(&of(false), ranks);
     // The embedding, two sums per layer, the head's statistics, and dx of the head, which the forward computes.

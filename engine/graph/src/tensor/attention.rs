@@ -45,7 +45,7 @@ impl Tensor {
             self.expect_whole_sequences()?;
         }
         match self.sequences() {
-            Sequences::Whole => self.fused_attention(&[self, k, v], how),
+            Sequences::Whole | Sequences::Placed { .. } => self.fused_attention(&[self, k, v], how),
             Sequences::Packed { document_starts, .. } => {
                 self.fused_attention(&[self, k, v, &Self::of(&self.graph, document_starts)], how)
             }
@@ -66,7 +66,7 @@ impl Tensor {
         let sinks = sinks.to_dtype(DType::F32)?;
         let mut inputs = vec![self.clone(), k.clone(), v.clone()];
         match self.sequences() {
-            Sequences::Whole => {}
+            Sequences::Whole | Sequences::Placed { .. } => {}
             Sequences::Packed { document_starts, .. } => inputs.push(Self::of(&self.graph, document_starts)),
             Sequences::Continued { positions, .. } => {
                 let inputs = [self, k, v, &Self::of(&self.graph, positions), &sinks];
@@ -145,7 +145,7 @@ impl Tensor {
 
     fn expect_whole_sequences(&self) -> Result<()> {
         let why = match self.sequences() {
-            Sequences::Whole => return Ok(()),
+            Sequences::Whole | Sequences::Placed { .. } => return Ok(()),
             Sequences::Continued { .. } => "attention over a cache must be causal",
             Sequences::Packed { .. } => "attention over packed documents must be causal",
         };

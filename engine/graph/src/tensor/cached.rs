@@ -9,8 +9,8 @@ use crate::{lock, ops};
 
 impl Tensor {
     /// Looks up position embeddings in a table `self` [positions, width]. The result is the first `tokens` rows:
-    /// [tokens, width]. If sequences are continued or documents are packed, the result has the row of each token's
-    /// position: [batch, tokens, width].
+    /// [tokens, width]. If the graph has a [position](Sequences) for each token, the result has the rows of these positions:
+    /// [batch, tokens, width].
     ///
     /// # Errors
     /// Returns an error if the table has too few rows.
@@ -29,7 +29,7 @@ impl Tensor {
     pub fn cache_window(&self) -> Option<usize> {
         match self.sequences() {
             Sequences::Continued { window, .. } => Some(window),
-            Sequences::Whole | Sequences::Packed { .. } => None,
+            Sequences::Whole | Sequences::Placed { .. } | Sequences::Packed { .. } => None,
         }
     }
 
@@ -38,14 +38,13 @@ impl Tensor {
         lock(&self.graph).sequences()
     }
 
-    /// Returns the positions of the tokens if sequences are continued or documents are packed, and `None` if the
-    /// positions are simply 0, 1, 2, ….
+    /// Returns the positions of the tokens if the graph has a value for them, and `None` if they are simply 0, 1, 2, ….
     pub(super) fn positions(&self) -> Option<Self> {
         match self.sequences() {
             Sequences::Whole => None,
-            Sequences::Continued { positions, .. } | Sequences::Packed { positions, .. } => {
-                Some(Self::of(&self.graph, positions))
-            }
+            Sequences::Placed { positions }
+            | Sequences::Continued { positions, .. }
+            | Sequences::Packed { positions, .. } => Some(Self::of(&self.graph, positions)),
         }
     }
 
@@ -58,7 +57,7 @@ impl Tensor {
             Sequences::Packed { weights, .. } => {
                 Self::of(&self.graph, weights).reshape(targets.shape().clone()).map(Some)
             }
-            Sequences::Whole | Sequences::Continued { .. } => Ok(None),
+            Sequences::Whole | Sequences::Placed { .. } | Sequences::Continued { .. } => Ok(None),
         }
     }
 
@@ -69,7 +68,7 @@ impl Tensor {
             Sequences::Packed { document_starts, routed, .. } => {
                 Some([document_starts, routed].map(|id| Self::of(&self.graph, id)))
             }
-            Sequences::Whole | Sequences::Continued { .. } => None,
+            Sequences::Whole | Sequences::Placed { .. } | Sequences::Continued { .. } => None,
         }
     }
 

@@ -11,7 +11,7 @@ use std::time::Duration;
 use anyhow::{Context, anyhow, bail};
 use gapless::Mesh;
 use gapless::run::RunConfig;
-use gapless::step::{DeviceProfile, LargestBatch, Lowering, MeshChoice, Step};
+use gapless::step::{DeviceProfile, LargestBatch, Lowering, MeshChoice, MeshOption, Step};
 use gapless_alloc::Fit;
 use gapless_alloc::csv::Table;
 use gapless_alloc::draw::{Bytes, MemoryMap, SvgOptions, TextOptions};
@@ -144,16 +144,24 @@ fn profiles() -> String {
 
 /// Compares the meshes of a number of ranks, and gives the run the best one.
 fn choose_mesh(arguments: &Arguments, run: &mut RunConfig, ranks: usize) -> anyhow::Result<MeshChoice> {
-    if let Some(name) =
-        ["pipeline_ranks", "data_ranks", "shard_ranks", "expert_ranks"].into_iter().find(|name| arguments.run.has(name))
-    {
+    let chosen = [
+        "pipeline_ranks",
+        "data_ranks",
+        "shard_ranks",
+        "expert_ranks",
+        "context_ranks",
+        "tensor_ranks",
+        "sequence_parallel",
+    ];
+    if let Some(name) = chosen.into_iter().find(|name| arguments.run.has(name)) {
         bail!("--ranks chooses the mesh; leave --{} out, or --ranks", name.replace('_', "-"));
     }
     let choice = MeshChoice::among(run, ranks)?;
-    match choice.mesh() {
-        Some(mesh) => {
+    match choice.best() {
+        Some(&MeshOption { mesh, sequence_parallel, .. }) => {
             run.mesh = mesh;
-            // The other ranks of the chosen mesh are data and expert ranks, which have the plan of their stage.
+            run.step.sequence_parallel = sequence_parallel;
+            // The other ranks of the chosen mesh are data, expert and tensor ranks, which have the plan of their stage.
             let stages = run.estimate.rank.split(',').map(|rank| rank.trim().parse::<usize>());
             if stages.flatten().any(|rank| (mesh.pipeline..ranks).contains(&rank)) {
                 tell(format_args!("the chosen mesh has {} pipeline rank(s); all are shown", mesh.pipeline));

@@ -26,6 +26,10 @@ impl Op for Dispatch {
         Some(Rule::Labels(format!("{tokens} w, {tokens} K, R -> R w").into()))
     }
 
+    fn linear_inputs(&self) -> usize {
+        1
+    }
+
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
         crate::ops::expect_float(&inputs[..1])?;
         crate::ops::expect_rank(&inputs[0], 1)?;
@@ -92,6 +96,10 @@ impl Op for Combine {
     fn rule(&self, _: &[Spec], outputs: &[Spec]) -> Option<Rule> {
         let tokens = tokens(&outputs[0]);
         Some(Rule::Labels(format!("R w, {tokens} K, R -> {tokens} w").into()))
+    }
+
+    fn linear_inputs(&self) -> usize {
+        1
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {

@@ -19,6 +19,10 @@ impl Op for SlotWeights {
         "slot_weights"
     }
 
+    fn linear_inputs(&self) -> usize {
+        1
+    }
+
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
         crate::ops::expect_float(&inputs[..1])?;
         super::expect_places(&inputs[1], &inputs[2])?;
@@ -69,6 +73,10 @@ struct SlotWeightsGrad;
 impl Op for SlotWeightsGrad {
     fn name(&self) -> &'static str {
         "slot_weights_grad"
+    }
+
+    fn linear_inputs(&self) -> usize {
+        1
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {

@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex};
 
 use candle_core::{D, DType, Layout};
 use gapless_kernels::{LossTerms, Numbers, Spec, Stream, Window};
+use gapless_parallel::Axes;
 
 use super::*;
 use crate::autodiff::differentiate;
@@ -16,11 +17,9 @@ use crate::ops::*;
 use crate::reference::{Array, Reference, evaluate};
 use crate::{Result, Tensor};
 
-/// The operations without a rule: those of caches, collectives and compressed activations, which come after the pass,
+/// The operations without a rule: those of collectives and compressed activations, which come after the pass,
 /// those of quantized and of decomposed weights, and the bookkeeping of routed rows, whose elements are indices of all tokens and rows.
-const UNRULED: [&str; 14] = [
-    "CacheWrite",
-    "CachedAttention",
+const UNRULED: [&str; 12] = [
     "Collective",
     "Compress",
     "Expand",
@@ -150,9 +149,14 @@ impl Judge {
 
     fn linear(&mut self, case: &Case<'_>, whole: &[&Array]) {
         let op = case.op;
-        if op.is_linear() {
-            let others: Vec<Array> = case.arrays.iter().map(|x| x.map(|x| (3.0 * x + 1.0).sin())).collect();
-            let sums: Vec<Array> = others.iter().zip(&case.arrays).map(|(a, b)| a.zip(b, |a, b| a + b)).collect();
+        let summed = op.linear_inputs();
+        if summed > 0 {
+            let with = |change: &dyn Fn(&Array) -> Array| -> Vec<Array> {
+                let of_input = |(index, x): (usize, &&Array)| if index < summed { change(x) } else { (*x).clone() };
+                case.arrays.iter().enumerate().map(of_input).collect()
+            };
+            let other = |x: f64| (3.0 * x + 1.0).sin();
+            let (others, sums) = (with(&|x| x.map(other)), with(&|x| x.map(|x| x + other(x))));
             let of = |arrays: &[Array]| Case { arrays: arrays.iter().collect(), ..case.clone() }.compute(op);
             for ((other, sum), &one) in of(&others).iter().zip(of(&sums)).zip(whole) {
                 assert_close(&other.zip(one, |a, b| a + b), &sum, || format!("{op:?} is not linear"));
@@ -211,7 +215,7 @@ impl Split<'_> {
             let place = |&(leaf, parts): &(Dim, usize)| {
                 let index = rest % parts;
                 rest /= parts;
-                (leaf, (parts, index))
+                (leaf, Part::Range { of: parts, index })
             };
             let parts: Parts = split.iter().map(place).collect();
             let window = |shape: &Vec<Dim>| {
@@ -246,7 +250,8 @@ impl Split<'_> {
                 let shape = &self.outputs[index];
                 let sums_up = |leaf: Dim| !has(leaf, shape) && is_summed(leaf);
                 let is_summand = parts.keys().any(|&leaf| sums_up(leaf));
-                let is_first = parts.iter().all(|(&leaf, &(_, part))| part == 0 || !sums_up(leaf));
+                let is_first =
+                    parts.iter().all(|(&leaf, &part)| matches!(part, Part::Range { index: 0, .. }) || !sums_up(leaf));
                 let made = match op.without_bias().filter(|_| !is_first) {
                     // The bias is added once.
                     Some((bias, without)) => {
@@ -257,7 +262,9 @@ impl Split<'_> {
                     }
                     None => made,
                 };
-                if parts.iter().all(|(&leaf, &(_, part))| part == 0 || has(leaf, shape) || is_summed(leaf)) {
+                if parts.iter().all(|(&leaf, &part)| {
+                    matches!(part, Part::Range { index: 0, .. }) || has(leaf, shape) || is_summed(leaf)
+                }) {
                     // Several ranks may hold the same elements: those outside the segment that they divide.
                     window.runs().flatten().zip(&made.data).for_each(|(at, x)| match is_summand {
                         true => sums[index].data[at] += x,
@@ -360,7 +367,18 @@ fn attention(judge: &mut Judge) -> Result<()> {
             Tensor::apply_op::<2>(how, &[&x[0], &x[1], &x[2], &ids[0]]).map(|[y, _]| y)
         })?;
     }
-    judge.check(&[&[2, 3, 5, 4]], &[], |x, _| x[0].attend(&x[0], &x[0], Attention::full(0.3)))
+    judge.check(&[&[2, 3, 5, 4]], &[], |x, _| x[0].attend(&x[0], &x[0], Attention::full(0.3)))?;
+    // Caches of nine tokens. Continued sequences have no gradient.
+    let shapes: &[&[usize]] = &[&[2, 6, 3, 4], &[2, 3, 9, 4], &[2, 3, 9, 2], &[2, 3, 3, 4], &[6]];
+    judge.check(shapes, &[(&[2, 3], &[1, 2, 3, 6, 7, 8])], |x, ids| {
+        let past: Vec<Tensor> = x.iter().map(Tensor::detach).collect();
+        let [keys] = Tensor::apply_op(CacheWrite, &[&past[1], &past[3], &ids[0]])?;
+        let operands = [&past[0], &keys, &past[2], &ids[0], &past[4]];
+        let how = CachedAttention(Attention::causal(0.3));
+        Tensor::apply_op::<1>(how, &operands)?;
+        Tensor::apply_op::<1>(how, &operands[..4])?;
+        Ok(x[0].clone())
+    })
 }
 
 fn lookups_and_losses(judge: &mut Judge) -> Result<()> {
@@ -408,6 +426,15 @@ fn experts(judge: &mut Judge) -> Result<()> {
                 Tensor::apply_op(linear, &[x, weight, &starts]).map(|[y]: [Tensor; 1]| y)
             };
             let [rows] = Tensor::apply_op(Dispatch, &[&x[0], &places, &slots])?;
+            let exchange = Collective::AllToAllRows {
+                axes: Axes::EXPERTS,
+                ranks: 2,
+                rows: rows.dim(0)?,
+                receives_dynamic_rows: false,
+                balanced: 1,
+            };
+            let [exchanged] = Tensor::apply_op(exchange, &[&rows, &starts, &starts])?;
+            let rows = rows.add(&exchanged)?;
             let [weights] = Tensor::apply_op(SlotWeights, &[&x[3], &places, &slots])?;
             let (gate, up) = (linear(&rows, &x[1])?, linear(&rows, &x[1])?);
             let [rows] = Tensor::apply_op(RoutedSwiGlu { balanced: None }, &[&gate, &up, &weights, &starts])?;

@@ -24,6 +24,7 @@ use std::ops::Range;
 
 use self::check::{at_least, check_scratch};
 use self::rows::Rows;
+use crate::Fold;
 use crate::cpu::gemm::kernel::{Kernels, ROW_STRIDE};
 use crate::cpu::gemm::{BLOCK_K, Factor};
 use crate::cpu::scratch::{PartLayout, Scratch};
@@ -55,6 +56,8 @@ pub enum Mask {
         /// Position of the first query among the keys.
         offset: usize,
     },
+    /// The queries are a rank's tokens of the keys' sequence. Each query sees the keys up to its own place.
+    Folded(Fold),
 }
 
 /// The shape of an attention, and the operations between scores and probabilities.
@@ -342,6 +345,7 @@ impl Attention {
         match self.mask {
             Mask::Full => self.keys,
             Mask::Causal { offset } => self.keys.min(query.saturating_add(offset).saturating_add(1)),
+            Mask::Folded(fold) => self.keys.min(fold.place(query) + 1),
         }
     }
 

@@ -40,8 +40,9 @@ struct Numbers {
 };
 
 // The index in the whole tensor of element i of a part (`Spread` in window.rs).
-__device__ __forceinline__ u64 spread(u64 i, u64 start, u64 inner, u64 stride) {
-    return start + i / inner * stride + i % inner;
+__device__ __forceinline__ u64 spread(u64 i, u64 start, u64 inner, u64 near, u64 stride) {
+    const u64 run = i / inner;
+    return start + run / 2 * stride + run % 2 * near + i % inner;
 }
 
 // Rounds to one of the two nearest bf16 values, as an f32, by the lower 16 bits of `random`. CPU counterpart:

@@ -227,6 +227,12 @@ generated! {
     }
 }
 
+/// The attention of a rank that holds `queries` of `keys` tokens.
+fn folded(job: Attention, rank: usize, rounds: usize) -> Attention {
+    let fold = Fold::new(job.keys, (job.keys / job.queries, rank), rounds).unwrap();
+    Attention { mask: Mask::Folded(fold), ..job }
+}
+
 #[test]
 fn long_sequences_agree_with_the_reference() {
     let cases = [
@@ -237,11 +243,13 @@ fn long_sequences_agree_with_the_reference() {
         (job(1, (1, 1), (800, 10), 16), 2),
         (Attention { mask: Mask::Full, ..job(1, (2, 1), (120, 430), 33) }, 2),
         (Attention { mask: Mask::Causal { offset: 0 }, ..job(1, (2, 1), (40, 430), 64) }, 2),
+        (folded(job(2, (2, 1), (200, 600), 32), 1, 2), 2),
         (Attention { window: Some(1), ..job(1, (2, 1), (300, 500), 64) }, 2),
         (Attention { window: Some(37), ..job(1, (1, 1), (700, 700), 32) }, 3),
+        (Attention { window: Some(37), ..folded(job(1, (1, 1), (350, 700), 32), 1, 7) }, 3),
         (Attention { window: Some(300), cap: Some(1.5), ..job(1, (2, 1), (500, 700), 256) }, 1),
     ];
-    for (index, &(job, threads)) in few(&cases, 5).iter().enumerate() {
+    for (index, &(job, threads)) in few(&cases, 8).iter().enumerate() {
         let case = Case::of(job);
         match index % 2 {
             0 => check_stored::<f32>(&case, threads),

@@ -72,6 +72,7 @@ fn for_each_row(
                 let visible = match job.mask {
                     Mask::Full => job.keys,
                     Mask::Causal { offset } => job.keys.min(i + offset + 1),
+                    Mask::Folded(fold) => fold.place(i) + 1,
                 };
                 let start = job.window.map_or(start, |window| start.max(visible.saturating_sub(window)));
                 let tanh = |j: usize| job.cap.map(|cap| (f64::from(job.scale) * dot(j) / f64::from(cap)).tanh());
