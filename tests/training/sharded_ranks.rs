@@ -259,8 +259,12 @@ fn shard_ranks_evaluate_and_generate_together() {
 }
 
 fn program(layers: usize, mesh: Mesh, change: impl Fn(&mut StepOptions)) -> Program {
+    program_of((layers, 64), mesh, change)
+}
+
+fn program_of((layers, width): (usize, usize), mesh: Mesh, change: impl Fn(&mut StepOptions)) -> Program {
     let config =
-        LlamaConfig { vocabulary: 64, layers, heads: 4, kv_heads: 2, width: 64, hidden: 96, ..LlamaConfig::default() };
+        LlamaConfig { vocabulary: 64, layers, heads: 4, kv_heads: 2, width, hidden: 96, ..LlamaConfig::default() };
     let mut options = case(Kind::Llama, mesh).options;
     options.step.memory.recompute = Recompute::Layers(Layers::All);
     change(&mut options.step);
@@ -352,7 +356,9 @@ fn a_budget_leaves_gathers_alone() {
             (step.memory.recompute, step.memory.budget, step.sequence) = (Recompute::None, budget, 256);
         })
     };
-    let height = |program: &Program| compile(&[program.clone()], &CompileOptions::default()).unwrap().solution().height;
+    let height = |program: &Program| {
+        compile(std::slice::from_ref(program), &CompileOptions::default()).unwrap().solution().height
+    };
     let all = of(4, None);
     let budget = height(&all) * 3 / 4;
     let within = of(4, Some(budget));
@@ -379,8 +385,10 @@ fn collectives_are_those_of_the_mesh() {
     assert_eq!((gathers(&one), sums(&one)), (0, 0));
     let data = program(2, mesh(2, 1, 1), |_| {});
     assert_eq!((gathers(&data), sums(&data)), (0, 0));
-    let all = program(2, mesh(1, 4, 1), |_| {});
+    // Of this width, every parameter is divided.
+    let all = program_of((2, 1024), mesh(1, 4, 1), |_| {});
     assert!(gathers(&all) > 0 && sums(&all) == 0, "{} {}", gathers(&all), sums(&all));
+    assert!(all.parts.iter().any(|part| part.name == "update"), "parameters change once per step");
     let second = program(2, mesh(1, 4, 1), |step| step.zero_stage = 2);
     assert_eq!((gathers(&second), sums(&second)), (0, 0));
 }

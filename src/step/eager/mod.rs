@@ -163,7 +163,7 @@ impl Step {
         first_steps: Option<usize>,
     ) -> Result<(Vec<Buffer>, Vec<u64>, u64), EagerError> {
         if self.options.mesh.shard > 1 {
-            return Err(EagerError::Unknown("shard ranks".to_owned()));
+            return Err(EagerError::Unknown("a mesh with shard ranks".to_owned()));
         }
         let table = self.options.pipeline.schedule.actions(&self.shape())?;
         let row = table.get(rank).ok_or_else(|| EagerError::Unknown(format!("rank {rank}")))?;

@@ -144,7 +144,8 @@ fn depending(program: &Program, range: Range<usize>) -> (Vec<usize>, usize) {
         if index == range.start {
             written.extend(inputs.iter().copied());
         }
-        (read.extend(inputs), written.extend(outputs));
+        read.extend(inputs);
+        written.extend(outputs);
         late.push(index);
     }
     (late, range.end)

@@ -38,8 +38,8 @@ pub struct StepOptions {
     /// Whether tensor ranks divide the tokens between operations on split tensors (sequence parallelism): norms, residuals
     /// and dropout then hold 1/t of the tokens on each of t ranks. More is sent, in parts that take the same time.
     pub sequence_parallel: bool,
-    /// What shard ranks (`mesh.shard`) divide, as a stage of ZeRO: 2 for gradients and optimizer states, 3 for parameters
-    /// too. In stage 3, each parameter is gathered before the operations that read it, in the forward and again in the
+    /// The stage of ZeRO on shard ranks (`mesh.shard`): in stage 2, they divide gradients and optimizer states, and in stage
+    /// 3 parameters too. In stage 3, each parameter is gathered before the operations that read it, in the forward and again in the
     /// backward. Both stages compute the same bits.
     pub zero_stage: usize,
     /// The number of gathered parameters that may be under way or waiting beside the one that is read. More hide the time

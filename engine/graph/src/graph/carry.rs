@@ -5,8 +5,8 @@ use std::sync::Arc;
 use super::{Graph, ReportedLoss, SequenceLoss, Sequences, ValueId};
 
 impl Graph {
-    /// Takes over everything that `old` says about its values and has not been said by recording nodes. `new` returns the
-    /// counterpart of a value of `old`.
+    /// Takes over everything that `old` says about its values and has not been said by recording nodes, and the phase and
+    /// the place of new nodes. `new` returns the counterpart of a value of `old`.
     pub(crate) fn carry_over(&mut self, old: &Self, new: &dyn Fn(ValueId) -> ValueId) {
         (self.phase, self.place) = (old.phase, old.place);
         self.random_places = old.random_places;

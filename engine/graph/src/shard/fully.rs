@@ -402,6 +402,11 @@ mod tests {
                     assert!(value(*gradient).iter().zip(&exact).all(is_near), "{name} of rank {rank}");
                 }
             }
+            // The update is recorded behind the pass.
+            let mut graph = of_rank(0).graph;
+            let zero = graph.add_constant(0.0, crate::Spec::f32(3)).unwrap();
+            graph.apply(Arc::new(Contiguous), &[zero]).unwrap();
+            assert_eq!(graph.nodes().last().map(|node| node.phase), Some(Phase::Update));
             let collectives: Vec<(Phase, Collective)> = sharded[0]
                 .graph
                 .nodes()
