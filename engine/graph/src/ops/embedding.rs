@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use candle_core::DType;
-use gapless_kernels::cpu::{Args, Element, Float, InPieces, Pieces, rows_per_task, vectorize, with_float};
+use gapless_kernels::cpu::{Args, Element, InPieces, Pieces, rows_per_task, vectorize, with_float};
 use gapless_kernels::{Spec, Window};
 
 use super::OutputTypes;

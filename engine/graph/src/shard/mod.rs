@@ -542,11 +542,7 @@ impl<'a> Pass<'a> {
         let (dim, None) = (divided.next()?, divided.next()) else { return None };
         let is_even = windows.iter().all(|window| window.dims() == first);
         let held = windows.iter().map(|window| window.held()[dim].iter().cloned().flatten().collect());
-        is_even.then(|| Places {
-            dims: spec.dims().to_vec(),
-            dim,
-            held: held.collect(),
-        })
+        is_even.then(|| Places { dims: spec.dims().to_vec(), dim, held: held.collect() })
     }
 
     /// Returns the parts of all ranks of a whole value, one after another.
