@@ -33,7 +33,7 @@ use gapless_parallel::Axes;
 use self::analysis::Analysis;
 use self::dims::{Dim, Part, Parts};
 use crate::error::{Error, Result};
-use crate::graph::{Graph, Node, NodeId, Phase, Place, Source, ValueId};
+use crate::graph::{FLOATS, Graph, Node, NodeId, Phase, Place, Source, ValueId};
 use crate::op::{Keys, Op};
 use crate::ops::{
     Affine, Binary, BinaryKind, BroadcastAs, Cat, Collective, Contiguous, Embedding, Narrow, Reshape, Widen,
@@ -602,6 +602,16 @@ impl<'a> Pass<'a> {
         for (dim, &extent) in window.whole_dims().iter().enumerate() {
             let held = &window.held()[dim];
             if *held == [0..extent] {
+                continue;
+            }
+            let has_rows = matches!(self.sharing.shares, Shares::Tokens { .. });
+            if held.len() > 1 && (has_rows || !FLOATS.contains(&self.new.value(value).spec.dtype)) {
+                let mut dims = self.new.value(value).spec.dims().to_vec();
+                let (outer, width) = (dims[..dim].iter().product(), dims[dim + 1..].iter().product());
+                let indices = || held.iter().cloned().flatten();
+                let rows = (0..outer).flat_map(|o: usize| indices().map(move |index| o * extent + index)).collect();
+                dims[dim] = indices().count();
+                value = self.pick(value, rows, dims, width, like)?;
                 continue;
             }
             let mut ranges = Vec::new();
