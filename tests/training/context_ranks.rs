@@ -1,11 +1,11 @@
 //! Sequences whose tokens are divided among ranks give the results of one rank.
 
-use gapless::Mesh;
 use gapless::models::MoeStyle;
+use gapless::{Checkpoint, Mesh, Precision, StepOptions, Trainer};
 use gapless_testing::in_turn;
 
 use crate::common::{Kind, TinyRun};
-use crate::tensor_ranks::{case as case_on, close, run};
+use crate::tensor_ranks::{BF16, case as case_on, close, lora, run, run_after, within};
 
 const STEPS: u64 = 3;
 
@@ -40,4 +40,57 @@ fn context_ranks_train_as_one_rank_does() {
             close(&run(&case(kind, mesh, sequence_parallel), STEPS), &alone, &what);
         }
     }
+}
+
+/// Packed documents begin and end inside, at and across the borders of chunks.
+#[test]
+fn other_settings_combine_with_context_ranks() {
+    type Setting = (&'static str, (f64, f64), fn(&mut StepOptions));
+    let exact = (1e-5, 1e-3);
+    let settings: [Setting; 4] = [
+        ("packed documents", exact, |step| step.documents = true),
+        ("adapters", exact, |step| lora(Kind::Llama, step)),
+        ("mixed precision", (4.0 * BF16, f64::INFINITY), |step| step.precision = Precision::Bf16),
+        ("recomputation of all layers", exact, |step| step.memory.recompute = "layers".parse().unwrap()),
+    ];
+    for (what, tolerance, set) in settings {
+        let on = |mesh: Mesh, sequence_parallel: bool| {
+            let mut case = case(Kind::Llama, mesh, sequence_parallel);
+            set(&mut case.options.step);
+            run(&case, STEPS)
+        };
+        let alone = on(mesh(1), false);
+        for (mesh, sequence_parallel) in [(mesh(2), false), (mesh(4), false), (Mesh { tensor: 2, ..mesh(2) }, true)] {
+            within(&on(mesh, sequence_parallel), &alone, tolerance, &format!("{what} on {mesh:?}"));
+        }
+    }
+}
+
+/// A checkpoint of any of these meshes is resumed on any other, with the same bits of parameters and moments.
+#[test]
+fn checkpoints_go_from_and_to_context_ranks() {
+    let meshes = [mesh(1), mesh(2), mesh(4), Mesh { tensor: 2, ..mesh(2) }, Mesh { shard: 2, ..mesh(2) }];
+    for (turn, from) in meshes.into_iter().enumerate() {
+        let dir = tempfile::tempdir().unwrap();
+        let save = |trainer: &mut Trainer| _ = trainer.save(dir.path(), serde_json::Value::Null).unwrap();
+        let resume = |trainer: &mut Trainer| {
+            trainer.resume(&Checkpoint::latest(dir.path()).unwrap().unwrap()).unwrap();
+        };
+        let saved = run_after(&case(Kind::Llama, from, false), 2, |_| {}, save);
+        let next = run_after(&case(Kind::Llama, from, false), 1, resume, |_| {});
+        for &to in in_turn(&meshes, turn) {
+            let what = format!("from {from:?} to {to:?}");
+            let resumed = run_after(&case(Kind::Llama, to, false), 0, resume, |_| {});
+            assert!(resumed.tensors == saved.tensors, "{what}");
+            close(&run_after(&case(Kind::Llama, to, false), 1, resume, |_| {}), &next, &what);
+        }
+    }
+}
+
+#[test]
+fn sequences_that_do_not_divide_are_refused() {
+    let mut odd = case(Kind::Llama, mesh(2), false);
+    odd.options.step.sequence = 23;
+    let error = odd.options.step.check().unwrap_err().to_string();
+    assert!(error.contains("mesh.context") && error.contains("twice the context ranks"), "{error}");
 }

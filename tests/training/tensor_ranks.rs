@@ -161,7 +161,7 @@ pub fn close(outcome: &Outcome, expected: &Outcome, what: &str) {
 
 /// Compares losses, norms, gradients and their means with the first tolerance, other tensors with the second. Both are
 /// relative: to the number, or to the norm of the tensor.
-fn within(outcome: &Outcome, expected: &Outcome, (of_gradients, of_others): (f64, f64), what: &str) {
+pub fn within(outcome: &Outcome, expected: &Outcome, (of_gradients, of_others): (f64, f64), what: &str) {
     let pairs = outcome.losses.iter().zip(&expected.losses).chain(outcome.norms.iter().zip(&expected.norms));
     for (at, (a, b)) in pairs.enumerate() {
         let is_close = f64::from((a - b).abs()) <= of_gradients * f64::from(b.abs());
@@ -340,9 +340,9 @@ fn cached_bytes(plan: &str) -> u64 {
 }
 
 /// The relative rounding of a bf16 number.
-const BF16: f64 = 1.0 / 256.0;
+pub const BF16: f64 = 1.0 / 256.0;
 
-fn lora(kind: Kind, step: &mut StepOptions) {
+pub fn lora(kind: Kind, step: &mut StepOptions) {
     let targets: &[&str] = match kind {
         Kind::Gpt => &["c_attn", "c_proj", "c_fc"],
         _ => &["q_proj", "v_proj", "up_proj", "down_proj"],

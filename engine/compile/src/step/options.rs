@@ -531,6 +531,14 @@ impl StepOptions {
                 _ => Error::config(key, format!("is {extent}, above the maximum of {most}"), "choose a smaller value"),
             });
         }
+        if mesh.context > 1 && mesh.expert > 1 {
+            let why = format!("is {}, with {} expert ranks", mesh.context, mesh.expert);
+            return Err(Error::config("mesh.context", why, "set mesh.expert to 1, or mesh.context to 1"));
+        }
+        if mesh.context > 1 && self.keep_gradients {
+            let why = "context ranks have summands of gradients";
+            return Err(Error::config("keep_gradients", why, "leave it out, or use one context rank"));
+        }
         if mesh.context > 1 && self.fold(0).is_none() {
             let why =
                 format!("is {}, but twice as many ranks do not divide sequences of {sequence} tokens", mesh.context);
