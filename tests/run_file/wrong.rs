@@ -42,7 +42,11 @@ const WRONG: &[(&str, &str, &[&str])] = &[
     ("batch = 4", "batch = 0", &["step.batch (line 17)", "at least 1"]),
     ("batch = 4", "batch = 3", &["step.micro_batches (line 18)", "3 sequences do not divide into 2", "multiple of"]),
     ("precision = \"f32\"", "[mesh]\ndata = 0", &["mesh.data (line 21)", "at least 1"]),
-    ("precision = \"f32\"", "[mesh]\ndata = 4", &["step.micro_batches (line 18)", "4 × 1 ranks", "multiple of"]),
+    (
+        "precision = \"f32\"",
+        "[mesh]\ndata = 4",
+        &["step.micro_batches (line 18)", "4 ranks that share the batch", "multiple of"],
+    ),
     ("precision = \"f32\"", "[mesh]\npipeline = -2", &["line 21", "invalid value"]),
     ("precision = \"f32\"", "[mesh]\npipelines = 2", &["line 21", "did you mean `pipeline`"]),
     ("precision = \"f32\"", "[mesh]\nexpert = 2", &["mesh.expert (line 21)", "0 experts", "a model without"]),

@@ -281,7 +281,7 @@ mod tests {
     /// All ten sizes are alive in the first clique, which is the fullest.
     #[test]
     fn a_large_part_gets_regions_if_the_work_suffices() {
-        let later = (1..51_000).map(|k| (k, k + 1, 1 + u64::from(k % 10)));
+        let later = (1..81_000).map(|k| (k, k + 1, 1 + u64::from(k % 10)));
         let part = part(&(0..10).map(|k| (0, 1, 1 + k)).chain(later).collect::<Vec<_>>());
         let found = |work: u64| regions(&part, false, &mut Budget { work, ..Budget::default() }).len();
         assert_eq!(found(100_000), 0);

@@ -20,7 +20,7 @@ use gapless_parallel::Axes;
 
 use super::dynamic_rows::RowCounts;
 use super::rematerialize::Occurrence;
-use super::{BufferId, Lowerer, Lowering, collective_of};
+use super::{BufferId, Lowerer, Lowering};
 use crate::program::{BufferKind, Instance, Instr, InstrKind, Operand};
 use crate::recompute::{SavedActivations, Variant};
 
@@ -106,7 +106,7 @@ impl EvictableRows {
 
 /// True if a root can be recomputed by an ordinary operation, or by exchanging its rows again.
 fn is_repeatable(graph: &Graph, saved: &SavedActivations<'_>, root: ValueId) -> bool {
-    let is_exchange = |node: &Node| matches!(collective_of(node), Some(Collective::AllToAllRows { .. }));
+    let is_exchange = |node: &Node| matches!(Collective::of(node), Some(Collective::AllToAllRows { .. }));
     saved.is_repeatable(root) || graph.producer(root).is_some_and(is_exchange)
 }
 

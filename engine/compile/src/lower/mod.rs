@@ -227,7 +227,7 @@ impl<'a> Lowerer<'a> {
         }
         let workspace = self.workspace(node, micro_batch);
         let defines_count = node.outputs.first().and_then(|&output| self.count_defined(output, micro_batch));
-        let work = match collective_of(node) {
+        let work = match Collective::of(node) {
             Some(collective) => InstrKind::Collective(collective, self.program.add_request()),
             None => InstrKind::Compute(node.op.clone()),
         };
@@ -457,12 +457,6 @@ struct Followup<'a> {
     inputs: Vec<(BufferId, Option<usize>)>,
     output: BufferId,
     value: &'a Value,
-}
-
-/// Returns the collective that a node performs, or `None` if it is an ordinary operation.
-pub(crate) fn collective_of(node: &Node) -> Option<Collective> {
-    let op: &dyn std::any::Any = &*node.op;
-    op.downcast_ref().copied()
 }
 
 /// Prefix of the names of inputs that the host writes once per step instead of once per micro-batch.

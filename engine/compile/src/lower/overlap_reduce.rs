@@ -3,10 +3,11 @@
 
 use std::collections::HashSet;
 
+use gapless_graph::ops::Collective;
 use gapless_graph::{NodeId, Phase, Place, ValueId};
 use gapless_parallel::Action;
 
-use super::{Lowerer, collective_of};
+use super::Lowerer;
 use crate::cross_rank::phases;
 
 /// A node of the update that is emitted as soon as its last input is complete.
@@ -37,7 +38,7 @@ impl Lowerer<'_> {
             };
             let crosses = node.outputs.iter().any(|&output| self.crossings.per_step(output).next().is_some());
             if !crosses && roots.iter().all(|root| is_gradient(root) || computed.contains(root)) {
-                if collective_of(node).is_none() {
+                if Collective::of(node).is_none() {
                     computed.extend(node.outputs.iter().copied());
                 }
                 early.push(EarlyNode { node: id, incomplete_inputs: roots });
@@ -47,13 +48,13 @@ impl Lowerer<'_> {
         let mut wanted = HashSet::new();
         for EarlyNode { node, incomplete_inputs } in early.iter().rev() {
             let node = graph.node(*node);
-            if collective_of(node).is_some() || node.outputs.iter().any(|output| wanted.contains(output)) {
+            if Collective::of(node).is_some() || node.outputs.iter().any(|output| wanted.contains(output)) {
                 wanted.extend(incomplete_inputs.iter().copied());
             }
         }
         early.retain(|EarlyNode { node, .. }| {
             let node = graph.node(*node);
-            collective_of(node).is_some() || node.outputs.iter().any(|output| wanted.contains(output))
+            Collective::of(node).is_some() || node.outputs.iter().any(|output| wanted.contains(output))
         });
         early
     }

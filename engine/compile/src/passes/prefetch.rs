@@ -18,7 +18,6 @@ use gapless_graph::{Graph, NodeId, Phase, ValueId};
 
 use super::Context;
 use crate::error::Result;
-use crate::lower::collective_of;
 use crate::program::{BufferKind, Instr, InstrKind, Operand, Program};
 
 pub(super) fn run(program: &mut Program, context: &Context<'_>) -> Result<()> {
@@ -92,7 +91,7 @@ fn gradient_sums(graph: &Graph) -> HashSet<NodeId> {
     let read: HashSet<ValueId> = read.map(|&input| graph.value(input).root).collect();
     let is_sum = |&id: &NodeId| {
         let node = graph.node(id);
-        let sums = matches!(collective_of(node), Some(Collective::ReduceScatter { .. }));
+        let sums = matches!(Collective::of(node), Some(Collective::ReduceScatter { .. }));
         sums && node.phase != Phase::Update && !node.outputs.iter().any(|output| read.contains(output))
     };
     graph.node_ids().filter(is_sum).collect()

@@ -7,7 +7,6 @@ use gapless_graph::{FLOATS, Graph, Node, NodeId, Phase, Place, Source, Spec, Val
 
 use super::groups::Groups;
 use super::{ActivationStorage, Variant};
-use crate::lower::collective_of;
 
 /// The values that the forward passes to its own backward.
 #[derive(Debug)]
@@ -51,7 +50,7 @@ impl<'g> SavedActivations<'g> {
         for node in graph.node_ids().filter(|id| alive[id.index()]).map(|id| graph.node(id)) {
             let stays = node.outputs.iter().all(|o| !leaves_stage[o.index()] && !is_summed[o.index()]);
             let gathers = gathers_persistent(graph, node);
-            let pure = gathers || node.op.mutates().is_empty() && collective_of(node).is_none();
+            let pure = gathers || node.op.mutates().is_empty() && Collective::of(node).is_none();
             if node.phase == Phase::Forward && stays && pure && node.place != Place::Everywhere {
                 node.outputs.iter().for_each(|output| repeatable[output.index()] = true);
                 if gathers {
@@ -175,5 +174,5 @@ impl<'g> SavedActivations<'g> {
 pub(crate) fn gathers_persistent(graph: &Graph, node: &Node) -> bool {
     let is_persistent =
         |&input: &ValueId| matches!(graph.value(graph.value(input).root).source, Source::Persistent { .. });
-    matches!(collective_of(node), Some(Collective::AllGather { .. })) && node.inputs.iter().all(is_persistent)
+    matches!(Collective::of(node), Some(Collective::AllGather { .. })) && node.inputs.iter().all(is_persistent)
 }

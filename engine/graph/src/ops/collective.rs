@@ -1,5 +1,7 @@
 //! Collectives between ranks that are not stages of one pipeline: sums, gathers, and the exchange of routed rows.
 
+use std::any::Any;
+
 use gapless_communicator as communicator;
 use gapless_kernels::Spec;
 use gapless_kernels::cpu::Args;
@@ -10,7 +12,7 @@ use crate::graph::FLOATS;
 use crate::reference::{Array, Reference};
 use crate::rule::Rule;
 use crate::tensor::Tensor;
-use crate::{Gradient, Op, RowUse};
+use crate::{Gradient, Node, Op, RowUse};
 
 /// A collective as a node of the graph. It has no kernel: lowering turns it into two instructions, a start and a wait,
 /// for the communicator. The ranks that take part are this rank's group along the axes `axes` of the mesh.
@@ -70,6 +72,12 @@ pub enum Collective {
 }
 
 impl Collective {
+    /// Returns the collective that a node performs, or `None` if it is an ordinary operation.
+    pub fn of(node: &Node) -> Option<Self> {
+        let op: &dyn Any = &*node.op;
+        op.downcast_ref().copied()
+    }
+
     /// Returns the axes of the group of ranks that take part.
     pub fn axes(self) -> Axes {
         match self {

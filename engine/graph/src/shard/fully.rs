@@ -40,7 +40,7 @@ pub struct FullySharded {
 
 impl FullySharded {
     /// Returns the value of this graph for a value of the whole graph. For the gradient of a divided parameter, it is the
-    /// part of the sum that this rank has, and for a divided parameter the part that this rank holds, [elements].
+    /// part of the sum that this rank has, and for a divided parameter the part that this rank holds, `[elements]`.
     ///
     /// # Panics
     /// Panics if the value is only needed for the gradient of a divided parameter.

@@ -364,7 +364,7 @@ mod tests {
             Ejection::new(part, &vec![None; part.items.len()], part.bound, budget).is_some()
         };
         assert!(is_completed(&dense(600)));
-        assert!(!is_completed(&dense(51_000)));
+        assert!(!is_completed(&dense(81_000)));
     }
 
     /// In the initial plan, two long items lie apart from each other, so that a third item ends above the bound.
