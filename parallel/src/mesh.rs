@@ -221,6 +221,12 @@ impl Mesh {
         self.index(at, Axes::ALL)
     }
 
+    /// Returns the rank of a pipeline stage that holds most: the last tensor rank. If an extent does not divide among the tensor
+    /// ranks, it has one index more than the first.
+    pub fn fullest(&self, pipeline: usize) -> usize {
+        self.rank(Coordinate { pipeline, tensor: self.tensor.saturating_sub(1), ..Coordinate::default() })
+    }
+
     /// Returns the number of ranks in each group along these axes.
     pub fn size(&self, axes: Axes) -> usize {
         axes.iter().map(|axis| self.extent(axis)).product()

@@ -444,7 +444,8 @@ impl<'a> RunInProgress<'a> {
         let (folder, is_lora) = (Folder::open(path)?, matches!(config.trainable, Trainable::Lora(_)));
         if config.mesh != (Mesh { data: config.mesh.data, ..Mesh::default() }) {
             drop(trainer);
-            let whole = RunConfig { mesh: Mesh::default(), ..config.clone() };
+            let mut whole = RunConfig { mesh: Mesh::default(), ..config.clone() };
+            whole.step.sequence_parallel = false;
             trainer =
                 self::trainer(Box::new(InProcess::world(1).remove(0)), &whole, dataset.vocabulary().size(), false)?;
             trainer.resume(&saved.newest()?)?;

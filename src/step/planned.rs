@@ -8,7 +8,6 @@ use gapless_engine::nn::{Trainable, VarBuilder};
 use gapless_engine::recompute::Recompute;
 use gapless_engine::{DeviceChoice, Precision, StepOptions, TrainError, TrainOptions};
 use gapless_models::hf::{Architecture, Config, Pretrained};
-use gapless_parallel::Coordinate;
 
 use super::device::{DeviceProfile, OLDEST_CAPABILITY};
 use super::machine;
@@ -156,8 +155,8 @@ impl Step {
     /// Returns an error if the options or the model's shapes do not fit together, and
     /// [`OverBudget`](gapless_engine::compile::Error::OverBudget) if no recomputation fits the budget.
     pub fn compile(&self, rank: usize) -> Result<(Executable, CompiledStep), TrainError> {
-        let first = self.options.mesh.rank(Coordinate { pipeline: rank, ..Coordinate::default() });
-        let ranks = RankPlan::of(&self.options, first)?;
+        let fullest = self.options.mesh.fullest(rank);
+        let ranks = RankPlan::of(&self.options, fullest)?;
         Ok(compile_step(&boxed_build(|vb| self.build(vb)), &self.options, &ranks, self.target)?)
     }
 

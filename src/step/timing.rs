@@ -291,7 +291,8 @@ impl ActionDurations {
                         hidden.now += here;
                     }
                     time += here;
-                    again += if instr.rematerialized { here } else { 0 };
+                    let is_again = instr.rematerialized && matches!(instr.kind, InstrKind::Compute(_));
+                    again += if is_again { here } else { 0 };
                     // Nodes of the update are lowered once, with the first micro-batch.
                     let is_early = part.action.is_some_and(|action| action.micro_batch.0 != instr.micro_batch);
                     early += if is_early { here } else { 0 };
@@ -404,7 +405,8 @@ fn bytes(program: &Program, operands: &[Operand]) -> u64 {
 }
 
 /// Returns the time of a collective of a pipeline stage that computation does not hide. Ring algorithms are assumed, as in
-/// NCCL's documentation. Collectives over tensor ranks are in the path of the computation, so nothing hides them.
+/// NCCL's documentation. Collectives over tensor or context ranks alone are in the path of the computation, so nothing
+/// hides them.
 fn collective_nanoseconds(
     program: &Program,
     instr: &Instr,
@@ -425,5 +427,9 @@ fn collective_nanoseconds(
         return 0;
     }
     let sent = ways * whole as f64 * (ranks - 1) as f64 / ranks as f64;
-    device.collective(sent, network.reach(stage, axes), can_hide && axes & Axes::TENSOR == Axes::NONE)
+    device.collective(
+        sent,
+        network.reach(stage, axes),
+        can_hide && axes & Axes::TENSOR == Axes::NONE && axes != Axes::CONTEXT,
+    )
 }

@@ -1,5 +1,6 @@
 //! Sequences whose tokens are divided among ranks give the results of one rank.
 
+use gapless::engine::Numbers;
 use gapless::models::MoeStyle;
 use gapless::{Checkpoint, Mesh, Precision, StepOptions, Trainer};
 use gapless_testing::in_turn;
@@ -93,4 +94,32 @@ fn sequences_that_do_not_divide_are_refused() {
     odd.options.step.sequence = 23;
     let error = odd.options.step.check().unwrap_err().to_string();
     assert!(error.contains("mesh.context") && error.contains("twice the context ranks"), "{error}");
+}
+
+/// The work of the fullest rank, in scores, is at most 1.1 times the mean: in sequences of one text exactly the mean.
+#[test]
+fn context_ranks_have_equal_work() {
+    for (turn, (sequence, ranks)) in [(4096, 2), (8192, 4), (8192, 8), (32_768, 8)].into_iter().enumerate() {
+        for draw in 0..10 {
+            let numbers = Numbers::from_seed(10 * turn as u64 + draw);
+            // For each token, the number of keys that it sees in its document.
+            let mut seen: Vec<usize> = Vec::new();
+            for document in 0.. {
+                let length = 2f64.powf(5.0 + 7.5 * f64::from(numbers.uniform(document))) as usize;
+                seen.extend(1..=length.min(sequence - seen.len()));
+                if seen.len() == sequence {
+                    break;
+                }
+            }
+            let fullest = |documents: bool, seen: &[usize]| {
+                let step = StepOptions { sequence, documents, mesh: mesh(ranks), ..StepOptions::default() };
+                let work = |rank| step.fold(rank).unwrap().ranges().flatten().map(|token| seen[token]).sum::<usize>();
+                let work: Vec<usize> = (0..ranks).map(work).collect();
+                *work.iter().max().unwrap() as f64 * ranks as f64 / work.iter().sum::<usize>() as f64
+            };
+            let of_documents = fullest(true, &seen);
+            assert!(of_documents <= 1.1, "{of_documents} in {sequence} tokens on {ranks} ranks");
+            assert_eq!(fullest(false, &(1..=sequence).collect::<Vec<_>>()), 1.0);
+        }
+    }
 }

@@ -107,8 +107,8 @@ pub trait Op: Any + fmt::Debug + Send + Sync {
         true
     }
 
-    /// Returns the operands that have a token for each key, if the operation relates queries and keys. Ranks that divide
-    /// the tokens of sequences divide the queries, and each of them reads all keys.
+    /// Returns the operands that have a token for each key, if the operation relates queries, which input 0 has, and keys.
+    /// Ranks that divide the tokens of sequences divide the queries, and each of them reads all keys.
     fn keys(&self) -> Option<Keys> {
         None
     }

@@ -70,6 +70,7 @@ impl TrainOptions {
     /// offload folder, the planner's work limit and debugging aids may differ.
     pub(super) fn shared_by_ranks(&self) -> Vec<(&'static str, String)> {
         let Self { step, learning_rate, seed, device: _, threads: _, tf32, poison: _ } = self;
+        let StepOptions { sequence_parallel, zero_stage, prefetch, reductions, .. } = step;
         let StepOptions { batch, micro_batches, sequence, precision, mesh, pipeline, memory, .. } = step;
         let StepOptions {
             trainable, loss, preference, optimizer, update, documents, keep_gradients, generation, ..
@@ -82,6 +83,9 @@ impl TrainOptions {
             ("batch size", batch.to_string()),
             ("number of micro-batches", micro_batches.to_string()),
             ("sequence length", sequence.to_string()),
+            ("sequence parallelism", sequence_parallel.to_string()),
+            ("ZeRO stage", zero_stage.to_string()),
+            ("overlap of gathers and sums", format!("{prefetch} {reductions}")),
             ("packing of documents", documents.to_string()),
             ("precision", format!("{precision:?}")),
             ("trainable part", format!("{trainable:?}")),

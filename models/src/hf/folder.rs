@@ -264,7 +264,21 @@ impl Folder {
 /// weight. With [`LoraInit::Pissa`], subtracts the adapter from `elements`, the elements of the weight.
 fn split_off_adapter(trainer: &mut Trainer, lora: &Lora, parameter: &str, elements: &mut [f32]) -> Result<()> {
     let Some(layer) = parameter.strip_suffix(".weight").filter(|layer| lora.is_target(layer)) else { return Ok(()) };
+    if !lora.dora && lora.init != LoraInit::Pissa {
+        return Ok(());
+    }
     let [a, b] = Lora::parameters(layer);
+    if let Some(name) =
+        [parameter, &a, &b].into_iter().find(|name| !trainer.window(name).is_ok_and(|part| part.is_whole()))
+    {
+        let why = format!("ranks divide {name:?}, and DoRA and PiSSA start from whole weights of a folder");
+        return Err(TrainError::config(
+            "trainable.lora",
+            why,
+            "leave dora and init out, or use one tensor and shard rank",
+        )
+        .into());
+    }
     let (outputs, inputs) = (trainer.tensor(&b)?.dims()[0], trainer.tensor(&a)?.dims()[1]);
     if lora.dora {
         let norm = |row: &[f32]| row.iter().map(|&x| f64::from(x).powi(2)).sum::<f64>().sqrt() as f32;

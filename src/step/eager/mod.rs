@@ -165,6 +165,9 @@ impl Step {
         if self.options.mesh.shard > 1 {
             return Err(EagerError::Unknown("a mesh with shard ranks".to_owned()));
         }
+        if self.options.mesh.context > 1 {
+            return Err(EagerError::Unknown("a mesh with context ranks".to_owned()));
+        }
         let table = self.options.pipeline.schedule.actions(&self.shape())?;
         let row = table.get(rank).ok_or_else(|| EagerError::Unknown(format!("rank {rank}")))?;
         if row.iter().any(|action| !matches!(action.kind, Kind::Forward | Kind::Backward)) {

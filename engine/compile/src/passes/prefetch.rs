@@ -105,7 +105,7 @@ fn wait_for_sums(program: &mut Program, sums: &HashSet<NodeId>, most: usize) {
         let first = all.partition_point(|sum| sum.start < start);
         let sums = &all[first..all.partition_point(|sum| sum.start < end)];
         for (index, sum) in sums.iter().enumerate() {
-            let next = sums.get(index + most).map_or(end, |next| next.start);
+            let next = sums.get(index.saturating_add(most)).map_or(end, |next| next.start);
             let place = if most == 0 { sum.start + 1 } else { next };
             if sum.finish >= place {
                 moves.add(sum.finish, place);

@@ -25,7 +25,9 @@ pub fn recomputed_per_micro_batch(program: &Program) -> Vec<usize> {
     for instr in &program.instrs {
         let micro_batch = instr.micro_batch as usize;
         counts.resize(counts.len().max(micro_batch + 1), 0);
-        counts[micro_batch] += usize::from(instr.rematerialized);
+        // Parameters that are gathered again are not recomputed.
+        let is_computed = matches!(instr.kind, InstrKind::Compute(_));
+        counts[micro_batch] += usize::from(instr.rematerialized && is_computed);
     }
     counts
 }

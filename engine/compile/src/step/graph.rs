@@ -8,7 +8,7 @@
 use std::sync::MutexGuard;
 
 use gapless_graph::Graph;
-use gapless_parallel::{Action, Coordinate, Mesh};
+use gapless_parallel::{Action, Mesh};
 
 use super::record::TrainStep;
 use super::{Build, RankPlan, StepOptions, can_be_twice, choose_recomputation, policy, record};
@@ -61,7 +61,7 @@ impl StepGraph {
         options.check()?;
         // The actions of a rank are only needed when its program is lowered.
         let (mesh, stages) = (options.mesh, options.stages());
-        let ranks = RankPlan { mesh, at: mesh.coordinate(0), stages, table: Vec::new() };
+        let ranks = RankPlan { mesh, at: mesh.coordinate(mesh.fullest(0)), stages, table: Vec::new() };
         Ok(Self { step: record(build, options, &ranks)?, key: Self::key(options) })
     }
 
@@ -122,7 +122,7 @@ impl StepGraph {
             let why = format!("rank {rank} is not one of a pipeline of {} ranks", options.mesh.pipeline);
             return Err(Error::config("rank", why, "count the pipeline's ranks from 0"));
         }
-        Ok(options.mesh.rank(Coordinate { pipeline: rank, ..Coordinate::default() }))
+        Ok(options.mesh.fullest(rank))
     }
 
     fn lower(&self, options: &StepOptions, ranks: &RankPlan, target: Target) -> Result<Program> {

@@ -430,14 +430,16 @@ impl StepOptions {
         Overlap { prefetch: self.prefetch, reductions: self.reductions }
     }
 
-    /// Returns the number of rounds in which context ranks divide a sequence: as many as leave chunks of 256 tokens, since
-    /// with more rounds, ranks have more equal work where sequences hold documents of several lengths.
+    /// Returns the number of rounds in which context ranks divide a sequence. One round gives all ranks equal work in sequences
+    /// of one text. If sequences hold documents of several lengths, there are as many rounds as leave chunks of 32 tokens, so
+    /// that every rank has some of each document.
     pub fn context_rounds(&self) -> usize {
-        const TOKENS: usize = 256;
+        const TOKENS: usize = 32;
         let chunks = |rounds: usize| rounds.saturating_mul(2).saturating_mul(self.mesh.context);
         let is_fine =
             |&rounds: &usize| self.sequence.is_multiple_of(chunks(rounds)) && self.sequence / chunks(rounds) >= TOKENS;
-        (0..usize::BITS).map(|power| 1 << power).take_while(is_fine).last().unwrap_or(1)
+        let rounds = (0..usize::BITS).map(|power| 1 << power).take_while(|rounds| self.documents && is_fine(rounds));
+        rounds.last().unwrap_or(1)
     }
 
     /// Returns the tokens of each sequence that a context rank has, or `None` if the ranks cannot divide a sequence.
@@ -485,7 +487,11 @@ impl StepOptions {
         }
         if self.keep_gradients && self.shares_batch() {
             let why = "ranks that share the batch have only parts of the gradients";
-            return Err(Error::config("keep_gradients", why, "keep them with one data, one shard and one expert rank"));
+            return Err(Error::config(
+                "keep_gradients",
+                why,
+                "keep them with one data, shard, expert and context rank",
+            ));
         }
         if memory.budget.is_some() && memory.recompute != Recompute::None {
             let why = "a budget chooses what is recomputed";
@@ -535,10 +541,6 @@ impl StepOptions {
             let why = format!("is {}, with {} expert ranks", mesh.context, mesh.expert);
             return Err(Error::config("mesh.context", why, "set mesh.expert to 1, or mesh.context to 1"));
         }
-        if mesh.context > 1 && self.keep_gradients {
-            let why = "context ranks have summands of gradients";
-            return Err(Error::config("keep_gradients", why, "leave it out, or use one context rank"));
-        }
         if mesh.context > 1 && self.fold(0).is_none() {
             let why =
                 format!("is {}, but twice as many ranks do not divide sequences of {sequence} tokens", mesh.context);
@@ -584,7 +586,8 @@ impl StepOptions {
     }
 
     fn shares_batch(&self) -> bool {
-        self.mesh.data > 1 || self.mesh.shard > 1 || self.mesh.expert > 1
+        let Mesh { data, shard, expert, context, .. } = self.mesh;
+        [data, shard, expert, context].iter().any(|&ranks| ranks > 1)
     }
 
     fn check_preference(&self) -> Result<()> {

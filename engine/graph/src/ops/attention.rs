@@ -106,8 +106,9 @@ impl Attention {
     }
 
     /// True if the queries may be those in this window, [batch, heads, tokens, ..], of all queries.
-    pub(super) fn runs_on(&self, queries: &Window) -> bool {
-        !self.causal || Self::fold(queries).is_some()
+    pub(crate) fn runs_on(&self, queries: &Window) -> bool {
+        let is_divided = queries.dims()[2] < queries.whole_dims()[2];
+        !self.causal || !is_divided || Self::fold(queries).is_some()
     }
 
     /// Returns the attention of the queries in this window, [batch, heads, tokens, ..].

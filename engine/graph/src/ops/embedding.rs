@@ -79,6 +79,7 @@ impl Op for Embedding {
     fn run(&self, args: &mut Args<'_>) {
         match args.output_dtype(0) {
             DType::U32 => self.look_up::<u32>(args),
+            DType::U8 => self.look_up::<u8>(args),
             dtype => with_float!(dtype, Stored => self.look_up::<Stored>(args)),
         }
     }

@@ -161,8 +161,16 @@ struct Pass<'a> {
 
 impl<'a> Pass<'a> {
     fn new(old: &'a Graph, sharing: &Sharing, request: &Request<'_>) -> Result<Self> {
-        let mut analysis = Analysis::new(old, request.gradients);
         let Sharing { ranks, shares, .. } = *sharing;
+        let mut pairs = request.gradients.to_vec();
+        if let Shares::Tokens { .. } = shares {
+            // Ranks divide all inputs that have an element for each token.
+            let dims = old.value(request.tokens).spec.dims();
+            let is_input = |id: &ValueId| matches!(old.value(*id).source, Source::Input { .. });
+            let inputs = old.value_ids().filter(|id| is_input(id) && old.value(*id).spec.dims() == dims);
+            pairs.extend(inputs.map(|id| (request.tokens, id)));
+        }
+        let mut analysis = Analysis::new(old, &pairs);
         let part = |rank| Part::Range { of: ranks, index: rank };
         let chosen = match request.windows {
             _ if matches!(shares, Shares::Tokens { .. }) => Vec::new(),
@@ -270,9 +278,10 @@ impl<'a> Pass<'a> {
         self.leaves(cut).any(|leaf| self.analysis.leaves[id.index()].contains(&leaf))
     }
 
-    /// True if a value has all leaves of a cut.
+    /// True if a value has all leaves of a cut, each in one dimension.
     fn has_all(&self, cut: usize, id: ValueId) -> bool {
-        self.leaves(cut).all(|leaf| self.analysis.leaves[id.index()].contains(&leaf))
+        let has = |dim: &&Dim, leaf| self.analysis.dims.leaves(**dim).contains(&leaf);
+        self.leaves(cut).all(|leaf| self.analysis.shapes[id.index()].iter().filter(|dim| has(dim, leaf)).count() == 1)
     }
 
     fn window(&self, id: ValueId, cut: Option<usize>) -> Window {
@@ -315,7 +324,7 @@ impl<'a> Pass<'a> {
                 self.gathered.insert(node.op.name().to_owned());
             }
         }
-        let keys = cut.and_then(|cut| self.keys(node, cut)).unwrap_or(Keys { inputs: &[], outputs: &[] });
+        let keys = cut.and_then(|cut| self.keys(id, cut)).unwrap_or(Keys { inputs: &[], outputs: &[] });
         let sums: Vec<bool> = (0..node.outputs.len())
             .map(|output| keys.outputs.contains(&output) || cut.is_some_and(|cut| self.sums(id, output, cut)))
             .collect();
@@ -376,14 +385,30 @@ impl<'a> Pass<'a> {
             };
             (0..self.sharing.ranks).all(|rank| node.op.runs_on(&windows(rank)))
         };
-        let on_queries = |&cut: &usize| on_rows(&cut) || self.keys(node, cut).is_some();
-        self.chosen().find(splits).or_else(|| self.rows.filter(on_queries)).filter(runs)
+        let on_queries = |&cut: &usize| on_rows(&cut) || self.keys(id, cut).is_some();
+        let rows = || self.rows.filter(on_queries).filter(|&cut| self.counts_once(id, cut));
+        self.chosen().find(splits).or_else(rows).filter(runs)
     }
 
     /// Returns the operands with a token for each key, if the node runs on the queries that ranks divide along a cut.
-    fn keys(&self, node: &Node, cut: usize) -> Option<Keys> {
-        let divides_queries = matches!(self.sharing.shares, Shares::Tokens { .. }) && self.has_all(cut, node.inputs[0]);
-        node.op.keys().filter(|_| divides_queries)
+    fn keys(&self, id: NodeId, cut: usize) -> Option<Keys> {
+        let (node, dims) = (self.old.node(id), self.analysis.node(id));
+        // Only the dimensions of queries and keys have two meanings.
+        let are_queries =
+            || self.leaves(cut).all(|leaf| dims.whole.contains(&leaf)) && self.has_all(cut, node.inputs[0]);
+        node.op.keys().filter(|_| matches!(self.sharing.shares, Shares::Tokens { .. }) && are_queries())
+    }
+
+    /// False if a sum over the ranks would count elements several times, because all ranks hold them: those of tokens in front
+    /// of the sequence, for example.
+    fn counts_once(&self, id: NodeId, cut: usize) -> bool {
+        let node = self.old.node(id);
+        let sums_up = (0..node.outputs.len()).any(|output| self.sums(id, output, cut)) || self.keys(id, cut).is_some();
+        let is_divided = |&input: &ValueId| {
+            let of_ranks = (0..self.sharing.ranks).map(|rank| self.window_of(input, Some(cut), rank).elements());
+            !self.has(cut, input) || of_ranks.sum::<usize>() == self.old.value(input).spec.elements()
+        };
+        !sums_up || node.inputs.iter().all(is_divided)
     }
 
     /// True if an output of a node that runs along a cut is a sum over the ranks.
@@ -653,8 +678,9 @@ impl<'a> Pass<'a> {
     /// Returns a summand of the whole of a value: this rank's part among zeros.
     fn among_zeros(&mut self, id: ValueId, part: ValueId, cut: usize, like: &Node) -> Result<ValueId> {
         let shape = self.old.value(id).spec.dims().to_vec();
-        // What every rank has is the first rank's.
+        // The first rank alone contributes elements that all ranks hold. Where ranks divide two dimensions, there are none.
         let first = &self.cuts[cut][0].clone();
+        let divides_one = self.cuts[cut][0].len() == 1;
         let mut value = part;
         for (dim, &extent) in shape.iter().enumerate() {
             let held_with = |parts: &Parts| self.analysis.dims.held(self.analysis.shapes[id.index()][dim], parts);
@@ -667,7 +693,7 @@ impl<'a> Pass<'a> {
                 let narrow = Narrow { dim, start, len: range.len() };
                 start += range.len();
                 let mut piece = self.apply(like, Arc::new(narrow), &[value])?[0];
-                if Some(cut) != self.rows && range == of_first && self.sharing.rank > 0 {
+                if divides_one && range == of_first && self.sharing.rank > 0 {
                     let spec = self.new.value(piece).spec.clone();
                     piece = self.new.constant_like(0.0, spec);
                 }

@@ -12,7 +12,7 @@ use super::{Request, Sharded, Shares, Sharing, shard};
 use crate::autodiff::differentiate;
 use crate::graph::{Graph, Phase, Sequences, ValueId, lock};
 use crate::nn::{Module, VarBuilder, embedding, layer_norm, linear, linear_no_bias, rms_norm};
-use crate::ops::Collective;
+use crate::ops::{Attention, Collective};
 use crate::reference::{Array, Reference, evaluate, stored};
 use crate::{Result, Tensor};
 
@@ -300,6 +300,38 @@ fn context_ranks_give_the_whole_gradients() {
             );
         }
     }
+}
+
+/// Tokens in front of the sequence, which all ranks hold, and a matrix of which both dimensions are tokens.
+#[test]
+fn context_ranks_count_what_all_of_them_hold_once() {
+    let head = |vb: &VarBuilder, x: &Tensor, targets: &Tensor| {
+        let logits = linear_no_bias(WIDTH, VOCABULARY, vb.pp("head"))?.forward(x)?;
+        logits.flatten(0, 1)?.cross_entropy(&targets.flatten_all()?)?.mean_all()
+    };
+    let prompted = record_placed(|vb, tokens, targets| {
+        let x = embedding(VOCABULARY, WIDTH, vb.pp("wte"))?.forward(tokens)?;
+        let x = Tensor::cat(&[&vb.get((BATCH, 2, WIDTH), "prompt")?, &x], 1)?;
+        let x = linear(WIDTH, WIDTH, vb.pp("mix"))?.forward(&x)?.gelu()?;
+        head(vb, &x.narrow(1, 2, TOKENS)?, targets)
+    })
+    .unwrap();
+    let biased = record_placed(|vb, tokens, targets| {
+        let x = embedding(VOCABULARY, WIDTH, vb.pp("wte"))?.forward(tokens)?;
+        let scores = x.matmul(&x.transpose(1, 2)?)?.broadcast_add(&vb.get((TOKENS, TOKENS), "bias")?)?;
+        head(vb, &scores.softmax_last_dim()?.matmul(&x)?, targets)
+    })
+    .unwrap();
+    for model in [&prompted, &biased] {
+        check(model, 2, Shares::Tokens { rounds: 1 });
+    }
+}
+
+/// Ranks that divide heads need not divide tokens.
+#[test]
+fn attention_to_an_odd_number_of_tokens_is_divided_by_heads() {
+    let heads = Window::of(&[2, 4, 7, 6], vec![vec![0..2], vec![2..4], vec![0..7], vec![0..6]]);
+    assert!(Attention::causal(0.5).runs_on(&heads));
 }
 
 /// The collectives of each phase: operation and elements of the whole tensor, in order.

@@ -187,13 +187,14 @@ fn choose_mesh(arguments: &Arguments, run: &mut RunConfig, ranks: usize) -> anyh
 
 /// Searches for the fastest step that fits a number of GPUs, and gives it to the run.
 fn search(arguments: &Arguments, run: &mut RunConfig, gpus: usize) -> anyhow::Result<()> {
-    let searched = ["pipeline_ranks", "data_ranks", "expert_ranks", "tensor_ranks", "sequence_parallel"];
-    let searched = searched.into_iter().chain(["micro_batches", "recompute", "budget", "lowering"]);
+    let meshes = ["pipeline_ranks", "data_ranks", "shard_ranks", "expert_ranks", "context_ranks", "tensor_ranks"];
+    let others = ["sequence_parallel", "micro_batches", "recompute", "budget", "lowering"];
+    let searched = meshes.into_iter().chain(others);
     if let Some(name) = searched.into_iter().find(|name| arguments.run.has(name)) {
         bail!("--gpus searches for it; leave --{} out, or --gpus", name.replace('_', "-"));
     }
     run.estimate.profile.get_or_insert_with(|| "h100".to_owned());
-    run.estimate.memory = arguments.memory;
+    run.estimate.memory = arguments.memory.or(run.estimate.memory);
     let search = Search::among(run, gpus)?;
     tell(&search);
     match &search.chosen {
@@ -209,8 +210,7 @@ fn choose_batch(step: &mut Step) -> anyhow::Result<Option<LargestBatch>> {
     let limit =
         step.limit().context("--largest-batch needs a limit; name a device with --profile, or give a --budget")?;
     let largest = step.largest_batch(&limit)?;
-    let Mesh { data, expert, .. } = step.options.mesh;
-    step.options.batch = largest.as_ref().map_or(step.options.micro_batches * data * expert, |largest| largest.batch);
+    step.options.batch = largest.as_ref().map_or(step.options.parts(), |largest| largest.batch);
     Ok(largest)
 }
 
