@@ -3,8 +3,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
-use gapless_engine::Trainer;
 use gapless_engine::nn::{Lora, LoraInit, Trainable, VarBuilder};
+use gapless_engine::{TrainError, Trainer};
 use safetensors::tensor::TensorInfo;
 use serde_json::{Map, Value};
 

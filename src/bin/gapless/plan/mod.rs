@@ -9,7 +9,6 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Context, anyhow, bail};
-use gapless::Mesh;
 use gapless::run::RunConfig;
 use gapless::step::{DeviceProfile, LargestBatch, Lowering, MeshChoice, MeshOption, Search, Step};
 use gapless_alloc::Fit;
