@@ -146,8 +146,7 @@ impl CompiledProgram {
     /// Returns the address of an input.
     ///
     /// # Errors
-    /// Returns an error if there is no such input, or if the input's type or number of elements differs from that of
-    /// `data`.
+    /// Returns an error if there is no such input, or if the input's type or number of elements is another.
     pub fn input_for<T: Element>(&self, name: &str, micro_batch: u32, elements: usize) -> Result<&Address> {
         let found = self.inputs.iter().find(|input| input.name == name && input.micro_batch == micro_batch);
         let Some(BoundTensor { address, spec, .. }) = found else {

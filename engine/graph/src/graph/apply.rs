@@ -15,6 +15,19 @@ use crate::op::{Op, RowUse};
 use crate::ops::Contiguous;
 
 impl Graph {
+    /// Applies `op` in the phase, the place and the layer of `like`, a node that may be another graph's.
+    ///
+    /// # Errors
+    /// Returns the errors of [`Self::apply`].
+    pub(crate) fn apply_like(&mut self, like: &Node, op: Arc<dyn Op>, inputs: &[ValueId]) -> Result<Vec<ValueId>> {
+        self.set_phase(like.phase);
+        self.set_place(like.place);
+        self.enter_layer(like.layer.clone());
+        let applied = self.apply(op, inputs);
+        self.leave_layer();
+        applied
+    }
+
     /// Applies `op`, preceded by a contiguous copy of each input whose strides `op` cannot read. Returns one value per
     /// output.
     ///

@@ -412,6 +412,14 @@ impl Graph {
         self.producer(id).map(|node| node.place)
     }
 
+    /// Returns the node of which a value is an output, which may be a view, or `None` if it is no node's output.
+    pub(crate) fn maker(&self, id: ValueId) -> Option<NodeId> {
+        match self.value(id).source {
+            Source::Node { node, .. } => Some(node),
+            _ => None,
+        }
+    }
+
     /// Returns the node that produces a value's bytes, or `None` if no node produces them.
     pub fn producer(&self, id: ValueId) -> Option<&Node> {
         self.producer_id(id).map(|node| self.node(node))
@@ -419,10 +427,7 @@ impl Graph {
 
     /// Returns the id of the node that produces a value's bytes, or `None` if no node produces them.
     pub fn producer_id(&self, id: ValueId) -> Option<NodeId> {
-        match self.value(self.value(id).root).source {
-            Source::Node { node, .. } => Some(node),
-            _ => None,
-        }
+        self.maker(self.value(id).root)
     }
 
     /// Moves a node into another phase.

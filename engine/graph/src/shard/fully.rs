@@ -14,7 +14,6 @@ use gapless_parallel::Axes;
 
 use crate::error::Result;
 use crate::graph::{Graph, Node, NodeId, Phase, Place, Source, ValueId};
-use crate::op::Op;
 use crate::ops::{Binary, BinaryKind, Collective, Contiguous, Reshape};
 
 /// The ranks that divide parameters and gradients, and one of them.
@@ -175,7 +174,7 @@ impl<'a> Pass<'a> {
     fn rebuild(&mut self, id: NodeId, like: &Node) -> Result<()> {
         let node = self.old.node(id);
         let inputs = node.inputs.iter().map(|&input| self.read(input, like)).collect::<Result<Vec<_>>>()?;
-        let outputs = self.apply(like, node.op.clone(), &inputs)?;
+        let outputs = self.new.apply_like(like, node.op.clone(), &inputs)?;
         self.values.extend(node.outputs.iter().copied().zip(outputs));
         Ok(())
     }
@@ -194,12 +193,12 @@ impl<'a> Pass<'a> {
             Source::Node { node, .. } => {
                 let Node { op, inputs, .. } = self.old.node(node);
                 let inputs = inputs.iter().map(|&input| self.read(input, reader)).collect::<Result<Vec<_>>>()?;
-                self.apply(&like, op.clone(), &inputs)?[0]
+                self.new.apply_like(&like, op.clone(), &inputs)?[0]
             }
             _ => {
                 let FullSharing { axes, ranks, .. } = self.sharing;
-                let flat = self.apply(&like, Arc::new(Collective::AllGather { axes, ranks }), &[part])?;
-                self.apply(&like, Arc::new(Reshape { shape: value.spec.shape.clone() }), &flat)?[0]
+                let flat = self.new.apply_like(&like, Arc::new(Collective::AllGather { axes, ranks }), &[part])?;
+                self.new.apply_like(&like, Arc::new(Reshape { shape: value.spec.shape.clone() }), &flat)?[0]
             }
         };
         self.gathered.insert((id, reader.place), gathered);
@@ -207,18 +206,9 @@ impl<'a> Pass<'a> {
         Ok(gathered)
     }
 
-    fn apply(&mut self, like: &Node, op: Arc<dyn Op>, inputs: &[ValueId]) -> Result<Vec<ValueId>> {
-        self.new.set_phase(like.phase);
-        self.new.set_place(like.place);
-        self.new.enter_layer(like.layer.clone());
-        let applied = self.new.apply(op, inputs);
-        self.new.leave_layer();
-        applied
-    }
-
     /// Finds the summands of a gradient that each micro-batch makes, and the nodes after which they are complete.
     fn find_summands(&mut self, id: ValueId) {
-        let Source::Node { node: maker, .. } = self.old.value(id).source else { return };
+        let Some(maker) = self.old.maker(id) else { return };
         let node = self.old.node(maker);
         if linear(node).is_some() {
             return node.inputs.iter().for_each(|&input| self.find_summands(input));
@@ -228,7 +218,7 @@ impl<'a> Pass<'a> {
         while let Some(id) = above.pop() {
             let node = self.old.node(id);
             match node.phase {
-                Phase::Update => above.extend(node.inputs.iter().filter_map(|&input| self.maker(input))),
+                Phase::Update => above.extend(node.inputs.iter().filter_map(|&input| self.old.maker(input))),
                 _ => last = last.max(Some(id)),
             }
         }
@@ -238,27 +228,19 @@ impl<'a> Pass<'a> {
         }
     }
 
-    /// The node that makes a value, which may be a view.
-    fn maker(&self, id: ValueId) -> Option<NodeId> {
-        match self.old.value(id).source {
-            Source::Node { node, .. } => Some(node),
-            _ => None,
-        }
-    }
-
     /// Sums a summand over the ranks, of which each gets its part.
     fn reduce_scatter(&mut self, id: ValueId, like: &Node) -> Result<()> {
         self.rearrange(id, like)?;
         let FullSharing { axes, ranks, .. } = self.sharing;
         let whole = self.values[&id];
-        let part = self.apply(like, Arc::new(Collective::ReduceScatter { axes, ranks }), &[whole])?[0];
+        let part = self.new.apply_like(like, Arc::new(Collective::ReduceScatter { axes, ranks }), &[whole])?[0];
         self.summed.insert(id, part);
         Ok(())
     }
 
     /// Makes a value from the values that a micro-batch makes.
     fn rearrange(&mut self, id: ValueId, like: &Node) -> Result<()> {
-        let Some(maker) = self.maker(id).filter(|_| !self.values.contains_key(&id)) else { return Ok(()) };
+        let Some(maker) = self.old.maker(id).filter(|_| !self.values.contains_key(&id)) else { return Ok(()) };
         for &input in &self.old.node(maker).inputs {
             self.rearrange(input, like)?;
         }
@@ -270,16 +252,16 @@ impl<'a> Pass<'a> {
         if let Some(&part) = self.summed.get(&id) {
             return Ok(part);
         }
-        let node = self.old.producer_id(id).and(self.maker(id)).map(|maker| self.old.node(maker));
+        let node = self.old.producer_id(id).and(self.old.maker(id)).map(|maker| self.old.node(maker));
         let node = node.expect("a gradient is made by a node");
         let mut parts = node.inputs.iter().map(|&input| self.part(input)).collect::<Result<Vec<_>>>()?;
         let part = match linear(node) {
             Some(Linear::Each) => {
                 // A sum in place needs a tensor of its own.
                 if !node.op.mutates().is_empty() {
-                    parts = self.apply(node, Arc::new(Contiguous), &parts)?;
+                    parts = self.new.apply_like(node, Arc::new(Contiguous), &parts)?;
                 }
-                self.apply(node, node.op.clone(), &parts)?[0]
+                self.new.apply_like(node, node.op.clone(), &parts)?[0]
             }
             _ => parts[0],
         };
@@ -295,7 +277,7 @@ impl<'a> Pass<'a> {
         // A watched value may be a view of a parameter that no node reads.
         let old = self.old;
         for &(_, id) in old.watched() {
-            if let Some(maker) = self.maker(id).filter(|_| !self.values.contains_key(&id)) {
+            if let Some(maker) = self.old.maker(id).filter(|_| !self.values.contains_key(&id)) {
                 self.read(id, old.node(maker))?;
             }
         }

@@ -55,6 +55,12 @@ pub struct Sharing {
     pub shares: Shares,
 }
 
+impl Sharing {
+    fn divides_tokens(&self) -> bool {
+        matches!(self.shares, Shares::Tokens { .. })
+    }
+}
+
 /// The tensors that ranks divide.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Shares {
@@ -148,8 +154,6 @@ struct Pass<'a> {
     first: HashMap<ValueId, ValueId>,
     /// Nodes that read each value.
     readers: HashMap<ValueId, Vec<NodeId>>,
-    /// The node of which each value is an output.
-    makers: HashMap<ValueId, NodeId>,
     /// Values of the new graph that a node has read.
     used: HashSet<ValueId>,
     /// Whole and sliced forms of values, by phase and place.
@@ -163,7 +167,7 @@ impl<'a> Pass<'a> {
     fn new(old: &'a Graph, sharing: &Sharing, request: &Request<'_>) -> Result<Self> {
         let Sharing { ranks, shares, .. } = *sharing;
         let mut pairs = request.gradients.to_vec();
-        if let Shares::Tokens { .. } = shares {
+        if sharing.divides_tokens() {
             // Ranks divide all inputs that have an element for each token.
             let dims = old.value(request.tokens).spec.dims();
             let is_input = |id: &ValueId| matches!(old.value(*id).source, Source::Input { .. });
@@ -173,7 +177,7 @@ impl<'a> Pass<'a> {
         let mut analysis = Analysis::new(old, &pairs);
         let part = |rank| Part::Range { of: ranks, index: rank };
         let chosen = match request.windows {
-            _ if matches!(shares, Shares::Tokens { .. }) => Vec::new(),
+            _ if sharing.divides_tokens() => Vec::new(),
             None => analysis.choose(old, ranks),
             Some(windows) => analysis.choose_as(old, part(sharing.rank), windows).map_err(|name| {
                 let why = format!("{name:?} is split in the training step in a way that this program cannot read");
@@ -190,10 +194,8 @@ impl<'a> Pass<'a> {
             cuts.len() - 1
         });
         let mut readers: HashMap<ValueId, Vec<NodeId>> = HashMap::new();
-        let mut makers = HashMap::new();
         for id in old.node_ids() {
             old.node(id).inputs.iter().for_each(|&input| readers.entry(input).or_default().push(id));
-            old.node(id).outputs.iter().for_each(|&output| _ = makers.insert(output, id));
         }
         Ok(Self {
             old,
@@ -205,7 +207,6 @@ impl<'a> Pass<'a> {
             states: HashMap::new(),
             first: HashMap::new(),
             readers,
-            makers,
             used: HashSet::new(),
             moved: HashMap::new(),
             windows: BTreeMap::new(),
@@ -259,7 +260,7 @@ impl<'a> Pass<'a> {
 
     /// The cut of a source of tokens of which context ranks get their own tokens.
     fn rows_of_source(&self, id: ValueId) -> Option<usize> {
-        self.rows.filter(|&rows| matches!(self.sharing.shares, Shares::Tokens { .. }) && self.has_all(rows, id))
+        self.rows.filter(|&rows| self.sharing.divides_tokens() && self.has_all(rows, id))
     }
 
     /// The cuts of chosen leaves.
@@ -396,7 +397,7 @@ impl<'a> Pass<'a> {
         // Only the dimensions of queries and keys have two meanings.
         let are_queries =
             || self.leaves(cut).all(|leaf| dims.whole.contains(&leaf)) && self.has_all(cut, node.inputs[0]);
-        node.op.keys().filter(|_| matches!(self.sharing.shares, Shares::Tokens { .. }) && are_queries())
+        node.op.keys().filter(|_| self.sharing.divides_tokens() && are_queries())
     }
 
     /// False if a sum over the ranks would count elements several times, because all ranks hold them: those of tokens in front
@@ -422,13 +423,8 @@ impl<'a> Pass<'a> {
 
     /// Adds a node to the new graph, in the phase, the place and the layer of a node of the old graph.
     fn apply(&mut self, like: &Node, op: Arc<dyn Op>, inputs: &[ValueId]) -> Result<Vec<ValueId>> {
-        self.new.set_phase(like.phase);
-        self.new.set_place(like.place);
-        self.new.enter_layer(like.layer.clone());
         self.used.extend(inputs);
-        let applied = self.new.apply(op, inputs);
-        self.new.leave_layer();
-        applied
+        self.new.apply_like(like, op, inputs)
     }
 
     /// Brings the summands among a node's outputs together, unless all their readers take summands.
@@ -511,7 +507,7 @@ impl<'a> Pass<'a> {
     /// Returns the operation of which a value is a view of all elements, and its input, if both are divided along a cut.
     /// Other views of the input can then share what is gathered.
     fn viewed(&self, id: ValueId, cut: usize) -> Option<(ValueId, Arc<dyn Op>)> {
-        let node = self.old.node(*self.makers.get(&id).filter(|_| self.old.is_view(id))?);
+        let node = self.old.node(self.old.maker(id).filter(|_| self.old.is_view(id))?);
         let &[input] = &node.inputs[..] else { return None };
         let State { cut: of_input, is_summand, .. } = self.states[&input];
         let is_all = self.old.value(input).spec.elements() == self.old.value(id).spec.elements();
@@ -574,10 +570,7 @@ impl<'a> Pass<'a> {
     fn in_order_of_ranks(&mut self, whole: ValueId, places: &Places, like: &Node) -> Result<ValueId> {
         let Places { dims, dim, held } = places;
         let (outer, extent) = (dims[..*dim].iter().product::<usize>(), dims[*dim]);
-        let of_rank = |held: &Vec<usize>| -> Vec<usize> {
-            (0..outer).flat_map(|o| held.iter().map(move |&index| o * extent + index)).collect()
-        };
-        let rows: Vec<usize> = held.iter().flat_map(of_rank).collect();
+        let rows: Vec<usize> = held.iter().flat_map(|held| rows_at(outer, extent, held)).collect();
         let shape = [&[held.len()], &dims[..*dim], &[held[0].len()], &dims[dim + 1..]].concat();
         self.pick(whole, rows, shape, places.width(), like)
     }
@@ -629,14 +622,13 @@ impl<'a> Pass<'a> {
             if *held == [0..extent] {
                 continue;
             }
-            let has_rows = matches!(self.sharing.shares, Shares::Tokens { .. });
-            if held.len() > 1 && (has_rows || !FLOATS.contains(&self.new.value(value).spec.dtype)) {
+            if held.len() > 1 && (self.sharing.divides_tokens() || !FLOATS.contains(&self.new.value(value).spec.dtype))
+            {
                 let mut dims = self.new.value(value).spec.dims().to_vec();
                 let (outer, width) = (dims[..dim].iter().product(), dims[dim + 1..].iter().product());
-                let indices = || held.iter().cloned().flatten();
-                let rows = (0..outer).flat_map(|o: usize| indices().map(move |index| o * extent + index)).collect();
-                dims[dim] = indices().count();
-                value = self.pick(value, rows, dims, width, like)?;
+                let indices: Vec<usize> = held.iter().cloned().flatten().collect();
+                dims[dim] = indices.len();
+                value = self.pick(value, rows_at(outer, extent, &indices), dims, width, like)?;
                 continue;
             }
             let mut ranges = Vec::new();
@@ -772,6 +764,11 @@ impl Places {
     fn width(&self) -> usize {
         self.dims[self.dim + 1..].iter().product()
     }
+}
+
+/// Returns the rows at these indices of a dimension of `extent` indices, with `outer` elements in front of it.
+fn rows_at(outer: usize, extent: usize, indices: &[usize]) -> Vec<usize> {
+    (0..outer).flat_map(|o| indices.iter().map(move |&index| o * extent + index)).collect()
 }
 
 /// Returns a rank's part of the tokens. With sequence parallelism, ranks divide whole sequences as far as their number allows
