@@ -51,7 +51,7 @@ macro_rules! families {
             pub fn reads_slots(self) -> bool {
                 match self {
                     Self::Generated(generated) => calls(&generated.text, "placed"),
-                    _ => matches!(self, Self::Experts | Self::Grouped | Self::GroupedTensorCores),
+                    _ => matches!(self, Self::Experts | Self::Grouped | Self::GroupedTensorCores | Self::GroupedWarpgroups),
                 }
             }
         }
@@ -93,6 +93,8 @@ families! {
     Grouped = "grouped.cu",
     /// Matrix products of experts (grouped products) on tensor cores.
     GroupedTensorCores = "grouped_tensor_cores.cu",
+    /// Matrix products of experts (grouped products) on the tensor cores of compute capability 9.0.
+    GroupedWarpgroups = "grouped_warpgroups.cu",
     /// Normalization of rows.
     Norm = "norm.cu",
     /// Sums over dimensions.

@@ -1,4 +1,4 @@
-//! Tests of the kernels in grouped.cu and grouped_tensor_cores.cu.
+//! Tests of the kernels in grouped.cu, grouped_tensor_cores.cu and grouped_warpgroups.cu.
 
 use candle_core::{DType, Layout};
 use gapless_graph::Numbers;
@@ -36,7 +36,7 @@ fn check_runs(sources: usize, experts: usize, lengths: &[u32], unused: usize, (w
 /// aligned or not, and some are larger than a tile.
 #[test]
 fn rows_that_are_shared_unequally() {
-    for extents in [(37, 23), (40, 136), (130, 33)] {
+    for extents in [(37, 23), (40, 136), (130, 33), (328, 264)] {
         check_runs(1, 6, &[9, 0, 0, 0, 131, 3, 1, 65, 0, 0, 0, 17], 5, extents);
     }
     check_runs(1, 3, &[64, 128, 1], 0, (64, 64));
@@ -54,6 +54,13 @@ fn rows_of_one_expert_and_of_none() {
 fn rows_of_many_experts() {
     let lengths: Vec<u32> = (0..75).map(|expert| expert * expert % 4).collect();
     check_runs(1, 75, &lengths, 3, (8, 5));
+}
+
+/// There are more tiles than multiprocessors, so each block of grouped_warpgroups.cu computes several.
+#[test]
+fn tiles_that_share_a_block() {
+    let lengths: Vec<u32> = (0..140).map(|expert| expert % 3).collect();
+    check_runs(1, 140, &lengths, 3, (16, 24));
 }
 
 /// An expert's rows come from several ranks, ordered by rank.

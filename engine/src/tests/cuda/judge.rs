@@ -173,7 +173,9 @@ impl Way {
 
 /// Returns the sets of device features for which the operation has different kernels.
 fn features(op: &dyn Op, inputs: &[Stored]) -> Vec<Features> {
-    let has_others = op.name().starts_with("attention") && inputs[0].dtype == DType::BF16 && host::has_warpgroups();
+    let has_others = ["attention", "grouped_linear"].iter().any(|family| op.name().starts_with(family))
+        && inputs[0].dtype == DType::BF16
+        && host::has_warpgroups();
     [false]
         .into_iter()
         .chain(has_others.then_some(true))
@@ -188,13 +190,16 @@ pub fn judge(op: &dyn Op, inputs: &[Stored], specs: &[Spec], outputs: &[Spec], s
     // The head of a language model stores its logits in the type of x. So its losses are computed from rounded
     // logits, even though they are f32.
     let stores = op.name().starts_with("linear_cross_entropy");
-    let plain = features(op, inputs).into_iter().map(|features| Way { features, ..Way::PLAIN });
+    let features = features(op, inputs);
+    let plain = features.iter().map(|&features| Way { features, ..Way::PLAIN });
     let over = op.inplace().iter().filter(|&&(input, output)| {
         inputs[input].layout.is_contiguous() && specs[input] == outputs[output] && op.mutates().is_empty()
     });
-    let adding = (0..outputs.len()).filter(|&output| op.accumulates(output));
+    let adding = (0..outputs.len()).filter(|&output| op.accumulates(output)).flat_map(|output| {
+        features.iter().map(move |&features| Way { accumulate: 1 << output, features, ..Way::PLAIN })
+    });
     let ways = plain.chain(over.map(|&pair| Way { over: Some(pair), ..Way::PLAIN }));
-    for way in ways.chain(adding.map(|output| Way { accumulate: 1 << output, ..Way::PLAIN })) {
+    for way in ways.chain(adding) {
         let mut bits: Option<Vec<Vec<u8>>> = None;
         for is_reversed in [false, true] {
             let Some(mut regions) = run(op, inputs, outputs, stream, way, is_reversed) else { return false };

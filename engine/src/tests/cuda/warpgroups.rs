@@ -20,16 +20,17 @@ struct Arguments {
     const u32* left;
     f32* out;
     u32 are_columns;
+    u32 are_rows;
     u32 adds;
 };
 
-template <bool ARE_COLUMNS, u32 N>
+template <bool ARE_COLUMNS, bool ARE_ROWS, u32 N>
 __device__ void start(const Arguments& to, f32 (&d)[N / 8][4], const u32 (&left)[4], u64 at) {
     fence_registers();
     if (to.left) {
         start_product<ARE_COLUMNS>(d, left, to.b + at, to.adds != 0);
     } else {
-        start_product<ARE_COLUMNS>(d, to.a + at, to.b + at, to.adds != 0);
+        start_product<ARE_COLUMNS, ARE_ROWS>(d, to.a + at, to.b + at, to.adds != 0);
     }
     close_products();
 }
@@ -47,9 +48,9 @@ __device__ void product(const Arguments& to) {
     __syncthreads();
     const u64 at = shared_address(memory) / 16;
     if (to.are_columns) {
-        start<true, N>(to, d, left, at);
+        to.are_rows ? start<true, true, N>(to, d, left, at) : start<true, false, N>(to, d, left, at);
     } else {
-        start<false, N>(to, d, left, at);
+        to.are_rows ? start<false, true, N>(to, d, left, at) : start<false, false, N>(to, d, left, at);
     }
     wait_for_products<0>(d);
 #pragma unroll
@@ -71,6 +72,7 @@ struct Arguments {
     left: u64,
     out: u64,
     are_columns: u32,
+    are_rows: u32,
     adds: u32,
 }
 
@@ -181,7 +183,7 @@ fn run(
     b: u64,
     image: &[u8],
     left: Option<&[u8]>,
-    ways: [bool; 2],
+    [are_columns, are_rows, adds]: [bool; 3],
 ) -> Result<Vec<f32>, String> {
     let mut image = image.to_vec();
     image.resize(image.len().next_multiple_of(8), 0);
@@ -194,8 +196,9 @@ fn run(
         b,
         left: of_left.as_ref().map_or(0, Region::address),
         out: out.address(),
-        are_columns: u32::from(ways[0]),
-        adds: u32::from(ways[1]),
+        are_columns: u32::from(are_columns),
+        are_rows: u32::from(are_rows),
+        adds: u32::from(adds),
     };
     let kernel = Kernel {
         family: family(source),
@@ -245,29 +248,30 @@ fn are_of_what_descriptors_say() {
     let b = |column: usize, k: usize| small(&of_b, column * 1000 + k);
     for columns in [64, 128, 256] {
         for (index, mode) in MODES.into_iter().enumerate() {
-            for are_columns in [false, true] {
-                // The image of the left operand has additional rows before the operand's rows. Both images have
-                // additional elements along k before the operand. If elements are contiguous along k, all of them are
-                // in one row of the swizzling pattern.
-                let width = 8 * mode.cells;
+            for (are_columns, are_rows) in [(false, false), (true, false), (false, true), (true, true)] {
+                // The images have additional elements along k before the operands. If elements are contiguous along k, all
+                // of them are in one row of the swizzling pattern, and the image of the left operand has additional rows
+                // before the operand's rows.
+                let first_k =
+                    |mode: Mode, is_mn_major| if is_mn_major { 16 } else { (8 * mode.cells).saturating_sub(16) };
                 let of_a = MODES[(index + 1) % 4];
-                let first_k = if are_columns { 16 } else { width.saturating_sub(16) };
-                let (all_k, a_first_k) = (first_k + 16, (8 * of_a.cells).saturating_sub(16));
-                let left = Factor::new(of_a, false, (72, a_first_k + 16), &|row, k| {
-                    if row < 8 || k < a_first_k { f32::NAN } else { a(row - 8, k - a_first_k) }
+                let (a_first_k, b_first_k) = (first_k(of_a, are_rows), first_k(mode, are_columns));
+                let first_row = if are_rows { 0 } else { 8 };
+                let left = Factor::new(of_a, are_rows, (first_row + 64, a_first_k + 16), &|row, k| {
+                    if row < first_row || k < a_first_k { f32::NAN } else { a(row - first_row, k - a_first_k) }
                 });
-                let right = Factor::new(mode, are_columns, (columns, all_k), &|column, k| {
-                    if k < first_k { f32::NAN } else { b(column, k - first_k) }
+                let right = Factor::new(mode, are_columns, (columns, b_first_k + 16), &|column, k| {
+                    if k < b_first_k { f32::NAN } else { b(column, k - b_first_k) }
                 });
                 let before = left.image.len().next_multiple_of(1024);
                 let mut image = left.image.clone();
                 image.resize(before, 0xff);
                 image.extend(&right.image);
-                let descriptors = [left.descriptor(0, 8, a_first_k), right.descriptor(before, 0, first_k)];
+                let [of_a, of_b] = [left.descriptor(0, first_row, a_first_k), right.descriptor(before, 0, b_first_k)];
                 for (in_registers, adds) in [(false, true), (true, true), (true, false)] {
                     let left = in_registers.then(|| registers(&a));
-                    let [of_a, of_b] = descriptors;
-                    let got = run(SOURCE, columns, of_a, of_b, &image, left.as_deref(), [are_columns, adds]).unwrap();
+                    let ways = [are_columns, are_rows, adds];
+                    let got = run(SOURCE, columns, of_a, of_b, &image, left.as_deref(), ways).unwrap();
                     let expected = |at: usize| {
                         let (row, column) = (at / columns, at % columns);
                         let onto = if adds { 1.0 } else { 0.0 };
@@ -277,7 +281,7 @@ fn are_of_what_descriptors_say() {
                     assert_eq!(
                         wrong.map(|at| (at / columns, at % columns, got[at], expected(at))),
                         None,
-                        "{columns} columns, {mode:?}, {are_columns}, {in_registers}, {adds}"
+                        "{columns} columns, {mode:?}, {are_columns}, {are_rows}, {in_registers}, {adds}"
                     );
                 }
             }
@@ -296,7 +300,7 @@ fn misuse_is_told() {
     let left = registers(&|_, _| 1.0);
     let sums = |from: &str, to: &str| {
         assert!(SOURCE.contains(from), "{from}");
-        run(&SOURCE.replacen(from, to, 1), 64, descriptor, descriptor, &factor.image, Some(&left), [false, true])
+        run(&SOURCE.replacen(from, to, 1), 64, descriptor, descriptor, &factor.image, Some(&left), [false, false, true])
     };
     assert_eq!(sums("close_products();", "close_products();").unwrap(), vec![17.0; 64 * 64]);
     // Sums are not available before the kernel has waited for the product.
@@ -304,7 +308,7 @@ fn misuse_is_told() {
     assert!(early.contains("a product that nobody waits for"), "{early}");
     let late = "    wait_for_products<0>(d);\n}\n\nKERNEL(product_64,";
     let early = SOURCE.replacen("    wait_for_products<0>(d);\n", "", 1).replacen("}\n\nKERNEL(product_64,", late, 1);
-    let early = run(&early, 64, descriptor, descriptor, &factor.image, Some(&left), [false, true]).unwrap();
+    let early = run(&early, 64, descriptor, descriptor, &factor.image, Some(&left), [false, false, true]).unwrap();
     assert!(early.iter().all(|sum| sum.is_nan()));
     for (from, to, expected) in [
         ("    fence_shared_memory();\n", "", "not fenced, or changed"),

@@ -44,6 +44,7 @@ struct GroupedArguments {
 // summed dimension is contiguous.
 template <typename T, bool ALONG>
 struct Factor {
+    static constexpr bool IS_ALONG = ALONG;
     const T* at;
     // Distance between the starts of consecutive rows in memory, in elements.
     u64 pitch;
@@ -74,16 +75,16 @@ struct Whole {
 // accumulating over several micro-batches of whole sequences gives the same bits as one sum over all sequences.
 template <u32 DEPTH>
 struct ExpertRows {
-    const GroupedArguments& of;
+    const GroupedArguments* of;
     u32 expert;
     u32 run;
     Whole<DEPTH> rows;
 
     __device__ __forceinline__ bool take(Range& range) {
         while (!rows.take(range)) {
-            if (run == of.sources * of.sequences) return false;
-            const u32 sequences = u32(of.sequences), experts = u32(of.experts);
-            const u32* start = of.starts + (run / sequences * experts + expert) * sequences + run % sequences;
+            if (run == of->sources * of->sequences) return false;
+            const u32 sequences = u32(of->sequences), experts = u32(of->experts);
+            const u32* start = of->starts + (run / sequences * experts + expert) * sequences + run % sequences;
             rows = Whole<DEPTH>{start[0], start[1]};
             ++run;
         }
@@ -163,7 +164,7 @@ __device__ __forceinline__ void multiply_by_expert(const GroupedArguments& to) {
     if (to.accumulate) sums.visit([&](u32 i, u32 j, f32) { return is_there(i, j) ? load(at(i, j)) : 0.0f; });
     const Factor<T, false> of_a{placed((const T*)to.a), to.out, row, u32(to.out)};
     const Factor<T, false> of_b{placed((const T*)to.b), to.width, column, u32(to.width)};
-    sums.add(of_a, of_b, ExpertRows<Own::DEPTH>{to, expert, 0, {0, 0}});
+    sums.add(of_a, of_b, ExpertRows<Own::DEPTH>{&to, expert, 0, {0, 0}});
     sums.visit([&](u32 i, u32 j, f32 sum) {
         if (is_there(i, j)) store(at(i, j), sum);
         return sum;

@@ -67,13 +67,13 @@ __device__ __forceinline__ void wait_for_products(Sums&... sums) {
 // Defines start_product for COLUMNS columns, with the left operand in shared memory or in registers. R0 to R6 are the
 // numbers of the operands that follow the sums.
 #define PRODUCTS(COLUMNS, NAMES, SUMS, R0, R1, R2, R3, R4, R5, R6)                                                           \
-    template <bool ARE_COLUMNS>                                                                                             \
+    template <bool ARE_COLUMNS, bool ARE_ROWS = false>                                                                      \
     __device__ __forceinline__ void start_product(f32 (&d)[COLUMNS / 8][4], u64 a, u64 b, bool adds) {                      \
         asm volatile("{.reg .pred adds; setp.ne.b32 adds, %" R2 ", 0;\n"                                                    \
                      "wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k16.f32.bf16.bf16 {" NAMES "}, %" R0 ", %" R1            \
-                     ", adds, 1, 1, 0, %" R3 ";}"                                                                           \
+                     ", adds, 1, 1, %" R4 ", %" R3 ";}"                                                                     \
                      : SUMS                                                                                                 \
-                     : "l"(a), "l"(b), "r"(u32(adds)), "n"(u32(ARE_COLUMNS))                                                \
+                     : "l"(a), "l"(b), "r"(u32(adds)), "n"(u32(ARE_COLUMNS)), "n"(u32(ARE_ROWS))                            \
                      : "memory");                                                                                           \
     }                                                                                                                       \
     template <bool ARE_COLUMNS>                                                                                             \
@@ -87,8 +87,8 @@ __device__ __forceinline__ void wait_for_products(Sums&... sums) {
     }
 
 // Starts the product d = a·b or, if `adds`, d += a·b.
-// - a has 64 × 16 elements. It is in shared memory, with neighbors along k, or in registers, with the layout of a left
-//   operand of mma.sync.
+// - a has 64 × 16 elements. It is in shared memory, with neighbors along k or, if ARE_ROWS, along the rows; or it is in
+//   registers, with the layout of a left operand of mma.sync.
 // - b has 16 × COLUMNS elements. It is in shared memory, with neighbors along k or, if ARE_COLUMNS, along the columns.
 PRODUCTS(64, NAMES_32, SUMS_32(0), "32", "33", "34", "35", "36", "37", "38")
 PRODUCTS(128, NAMES_64, SUMS_64(0), "64", "65", "66", "67", "68", "69", "70")
@@ -102,14 +102,14 @@ static void wait_for_products(Sums&...) {
     wait_for_products(BUT);
 }
 
-template <bool ARE_COLUMNS, u32 N>
+template <bool ARE_COLUMNS, bool ARE_ROWS = false, u32 N>
 static void start_product(f32 (&d)[N][4], u64 a, u64 b, bool adds) {
-    start_product(&d[0][0], N * 8, nullptr, a, b, ARE_COLUMNS, adds);
+    start_product(&d[0][0], N * 8, nullptr, a, b, ARE_COLUMNS, ARE_ROWS, adds);
 }
 
 template <bool ARE_COLUMNS, u32 N>
 static void start_product(f32 (&d)[N][4], const u32 (&a)[4], u64 b, bool adds) {
-    start_product(&d[0][0], N * 8, a, 0, b, ARE_COLUMNS, adds);
+    start_product(&d[0][0], N * 8, a, 0, b, ARE_COLUMNS, false, adds);
 }
 #endif
 
@@ -157,8 +157,12 @@ struct SwizzledTile {
         return describe(row * PITCH + column / 64 * BLOCK + column % 64 * u32(sizeof(bf16)), 16);
     }
 
-    // Returns the descriptor of a right operand whose rows, along k, are rows of the tile from `row` on.
-    __device__ __forceinline__ u64 of_columns(u32 row) const { return describe(row * PITCH, BLOCK); }
+    // Returns the descriptor of an operand whose neighbors are along the columns of the tile: a right operand with its
+    // columns, or a left operand whose 64 rows they are. k is along the rows of the tile, from `row` on. `column` is the
+    // first of the columns, a multiple of 64.
+    __device__ __forceinline__ u64 of_columns(u32 row, u32 column = 0) const {
+        return describe(row * PITCH + column / 64 * BLOCK, BLOCK);
+    }
 
     // Returns the matrix descriptor of an operand that starts `offset` bytes after the start of the tile. A descriptor
     // has the operand's address and two distances, all in units of 16 bytes. The stride distance, between groups of

@@ -1,10 +1,10 @@
-//! Launches of grouped.cu and grouped_tensor_cores.cu. Each function returns `None` if the kernels do not support its
-//! operands.
+//! Launches of grouped.cu, grouped_tensor_cores.cu and grouped_warpgroups.cu. Each function returns `None` if the kernels do
+//! not support its operands.
 
 use candle_core::DType;
 
-use super::{Kernel, Launch, Operand, Operands, blocks, launches, typed, typed_to};
-use crate::cuda::Family::{self, Grouped, GroupedTensorCores};
+use super::{Features, Kernel, Launch, MULTIPROCESSORS, Operand, Operands, blocks, launches, pack, typed_to};
+use crate::cuda::Family::{self, Grouped, GroupedTensorCores, GroupedWarpgroups};
 
 #[derive(Debug, Clone, Copy)]
 #[repr(C)]
@@ -25,49 +25,74 @@ struct GroupedArguments {
 /// Number of threads of a block; equals `GROUPED_THREADS` of grouped.cuh.
 const THREADS: u32 = 256;
 
-/// The sizes of the tiles of the kernels for one element type.
+/// The kernels for one element type, and the sizes of their tiles.
 #[derive(Debug, Clone, Copy)]
 struct Form {
     family: Family,
-    /// Rows and columns of a block's tile.
-    tile: u64,
-    /// Bytes of shared memory for the tiles of an operand whose summed dimension is contiguous.
-    bytes_along: u64,
-    /// Bytes of shared memory for the tiles of an operand whose other dimension is contiguous.
-    bytes_across: u64,
+    /// The part of a kernel's name before the type.
+    suffix: &'static str,
+    /// Rows of a block's tile.
+    rows: u64,
+    /// Columns of a block's tile.
+    columns: u64,
+    /// Bytes of shared memory for the tiles of both operands, by whether their summed dimension is contiguous.
+    shared_bytes: fn([bool; 2]) -> u64,
+    /// The number of blocks that share all tiles; `None` if each tile has a block.
+    most_blocks: Option<u64>,
 }
 
 impl Form {
-    /// Returns the form for a type: tensor cores for bf16, f32 arithmetic for f32. Returns `None` for all other
-    /// types.
-    fn of(dtype: DType) -> Option<Self> {
+    /// f32 arithmetic.
+    const PLAIN: Self = Self {
+        family: Grouped,
+        suffix: "",
+        rows: 64,
+        columns: 64,
+        shared_bytes: |_| 2 * 4 * 16 * (64 + 4),
+        most_blocks: None,
+    };
+
+    /// bf16 on tensor cores. Three stages, whose rows are padded.
+    const TENSOR_CORES: Self = Self {
+        family: GroupedTensorCores,
+        suffix: "",
+        rows: 128,
+        columns: 128,
+        shared_bytes: |are_along| {
+            are_along.map(|is_along| 3 * 2 * if is_along { 128 * (32 + 8) } else { 32 * (128 + 8) }).iter().sum()
+        },
+        most_blocks: None,
+    };
+
+    /// bf16 on the tensor cores of compute capability 9.0. Four stages start at the first address that is a multiple of 1024.
+    const WARPGROUPS: Self = Self {
+        family: GroupedWarpgroups,
+        suffix: "_wg",
+        rows: 128,
+        columns: 256,
+        shared_bytes: |_| 1024 + 4 * 2 * 64 * (128 + 256),
+        most_blocks: Some(MULTIPROCESSORS),
+    };
+
+    /// Returns the form for the operands' type. Returns `None` for types other than f32 and bf16.
+    fn of(dtype: DType, of: &GroupedArguments, features: Features) -> Option<Self> {
         match dtype {
-            DType::F32 => {
-                let bytes = 4 * 16 * (64 + 4);
-                Some(Self { family: Grouped, tile: 64, bytes_along: bytes, bytes_across: bytes })
-            }
-            DType::BF16 => Some(Self {
-                family: GroupedTensorCores,
-                tile: 128,
-                bytes_along: 3 * 2 * 128 * (32 + 8),
-                bytes_across: 3 * 2 * 32 * (128 + 8),
-            }),
+            DType::F32 => Some(Self::PLAIN),
+            DType::BF16 if features.warpgroups && of.are_packs() => Some(Self::WARPGROUPS),
+            DType::BF16 => Some(Self::TENSOR_CORES),
             _ => None,
         }
     }
 
-    fn tiles(&self, extent: u64) -> u64 {
-        extent.div_ceil(self.tile)
-    }
-
-    /// Returns the maximum number of tiles for this many rows in this many groups. Each group may end with an
+    /// Returns the maximum number of tiles along rows, for this many rows in this many groups. Each group may end with an
     /// incomplete tile.
-    fn most_tiles(&self, rows: u64, groups: u64) -> u64 {
-        ((rows + groups * (self.tile - 1)) / self.tile).min(rows)
+    fn most_row_tiles(&self, rows: u64, groups: u64) -> u64 {
+        ((rows + groups * (self.rows - 1)) / self.rows).min(rows)
     }
 
-    fn shared_bytes(&self, is_along: bool) -> u64 {
-        if is_along { self.bytes_along } else { self.bytes_across }
+    /// Returns the number of tiles along this many columns.
+    fn column_tiles(&self, columns: u64) -> u64 {
+        columns.div_ceil(self.columns)
     }
 }
 
@@ -89,22 +114,31 @@ impl GroupedArguments {
         }
     }
 
-    /// Launches a kernel with one block per tile. `are_along` says for each operand whether its summed dimension is
-    /// contiguous.
+    /// True if all rows can be copied 16 bytes at a time. The addresses that slots contain are aligned.
+    fn are_packs(&self) -> bool {
+        let is_aligned = |address: u64| address % 16 == 0;
+        [self.a, self.b, self.c].into_iter().all(is_aligned)
+            && [self.width, self.out].into_iter().all(|extent| extent % pack(DType::BF16) == 0)
+    }
+
+    /// Launches the kernel `stem` for operands of type `from` and a result of type `to`. `are_along` says for each operand
+    /// whether its summed dimension is contiguous. `tiles` returns the largest number of tiles that a form may need.
     fn launch(
         self,
-        name: Option<String>,
-        dtype: DType,
+        stem: &str,
+        [from, to]: [DType; 2],
         are_along: [bool; 2],
+        features: Features,
         tiles: impl Fn(&Form) -> u64,
     ) -> Option<Vec<Launch>> {
-        let form = Form::of(dtype)?;
+        let form = Form::of(from, &self, features)?;
+        let tiles = tiles(&form);
         launches([Kernel {
             family: form.family,
-            name: name?,
-            grid: [blocks(tiles(&form), 1), 1, 1],
+            name: typed_to(&format!("{stem}{}", form.suffix), from, to)?,
+            grid: [blocks(form.most_blocks.map_or(tiles, |most| tiles.min(most)), 1), 1, 1],
             block: THREADS,
-            shared_bytes: are_along.map(|is_along| form.shared_bytes(is_along)).iter().sum::<u64>() as u32,
+            shared_bytes: (form.shared_bytes)(are_along) as u32,
             tickets: 0,
             arguments: Box::new(self),
         }])
@@ -121,8 +155,8 @@ pub fn grouped_linear(sources: usize, operands: &Operands<'_>) -> Option<Vec<Lau
     let ([x, weight, starts], [y]) = (operands.inputs, operands.outputs) else { return None };
     let of = GroupedArguments::new(sources, weight.dims()[0], [x, weight, starts], y);
     let of = GroupedArguments { width: x.width(), out: y.width(), ..of };
-    of.launch(typed("grouped_linear", x.dtype), x.dtype, [true, true], |form| {
-        form.most_tiles(of.rows, of.groups()) * form.tiles(of.out)
+    of.launch("grouped_linear", [x.dtype; 2], [true, true], operands.features, |form| {
+        form.most_row_tiles(of.rows, of.groups()) * form.column_tiles(of.out)
     })
 }
 
@@ -131,8 +165,8 @@ pub fn grouped_linear_grad_input(sources: usize, operands: &Operands<'_>) -> Opt
     let ([dy, weight, starts], [dx]) = (operands.inputs, operands.outputs) else { return None };
     let of = GroupedArguments::new(sources, weight.dims()[0], [dy, weight, starts], dx);
     let of = GroupedArguments { width: dx.width(), out: dy.width(), ..of };
-    of.launch(typed("grouped_linear_grad_input", dy.dtype), dy.dtype, [true, false], |form| {
-        form.most_tiles(of.rows, of.groups()) * form.tiles(of.width)
+    of.launch("grouped_linear_grad_input", [dy.dtype; 2], [true, false], operands.features, |form| {
+        form.most_row_tiles(of.rows, of.groups()) * form.column_tiles(of.width)
     })
 }
 
@@ -142,8 +176,10 @@ pub fn grouped_linear_grad_weight(sources: usize, operands: &Operands<'_>) -> Op
     let accumulate = operands.accumulate(0);
     let of = GroupedArguments::new(sources, d_weight.dims()[0], [dy, x, starts], d_weight);
     let of = GroupedArguments { width: x.width(), out: dy.width(), accumulate, ..of };
-    let name = typed_to("grouped_linear_grad_weight", x.dtype, d_weight.dtype);
-    of.launch(name, x.dtype, [false, false], |form| of.experts * form.tiles(of.out) * form.tiles(of.width))
+    let types = [x.dtype, d_weight.dtype];
+    of.launch("grouped_linear_grad_weight", types, [false, false], operands.features, |form| {
+        of.experts * of.out.div_ceil(form.rows) * form.column_tiles(of.width)
+    })
 }
 
 #[cfg(test)]
@@ -154,17 +190,21 @@ mod tests {
     /// are enumerated.
     #[test]
     fn there_are_as_many_blocks_as_the_worst_of_ways_to_share_rows_needs() {
-        let form = Form { tile: 4, ..Form::of(DType::F32).unwrap() };
+        let form = Form { rows: 4, ..Form::PLAIN };
         /// The largest number of tiles over all distributions of rows.
         fn worst(form: &Form, rows: u64, groups: u64) -> u64 {
             match groups {
-                1 => form.tiles(rows),
-                _ => (0..=rows).map(|own| form.tiles(own) + worst(form, rows - own, groups - 1)).max().unwrap(),
+                1 => rows.div_ceil(form.rows),
+                _ => (0..=rows).map(|own| own.div_ceil(form.rows) + worst(form, rows - own, groups - 1)).max().unwrap(),
             }
         }
         for rows in 1..=20 {
             for groups in 1..=4 {
-                assert_eq!(form.most_tiles(rows, groups), worst(&form, rows, groups), "{rows} rows, {groups} groups");
+                assert_eq!(
+                    form.most_row_tiles(rows, groups),
+                    worst(&form, rows, groups),
+                    "{rows} rows, {groups} groups"
+                );
             }
         }
     }

@@ -341,6 +341,9 @@ pub fn can_walk(layout: &Layout) -> bool {
 /// Number of threads per block in kernels that iterate over elements.
 const BLOCK: u32 = 256;
 
+/// The number of multiprocessors of an H100 or H200.
+const MULTIPROCESSORS: u64 = 132;
+
 /// Returns the number of blocks that contain this many threads.
 fn blocks(threads: u64, block: u32) -> u32 {
     u32::try_from(threads.div_ceil(u64::from(block))).expect("a device's memory holds no more elements than that")

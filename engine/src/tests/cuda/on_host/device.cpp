@@ -38,7 +38,7 @@ struct WarpgroupProduct {
     // This thread's rows of the left operand, collected from the registers of the warp.
     float left[2][16];
     unsigned long long a, b;
-    bool are_columns, adds;
+    bool are_columns, are_rows, adds;
     unsigned group;
     // The sums before the product; empty while an earlier product of the same sums is still running.
     std::vector<float> before;
@@ -374,7 +374,7 @@ void finish(const WarpgroupProduct& product, float* sums) {
     float left[2][16];
     memcpy(left, product.left, sizeof left);
     for (unsigned half = 0; half < 2 && !product.registers; ++half) {
-        for (unsigned k = 0; k < 16; ++k) left[half][k] = load_factor(a, first + half * 8, k, false);
+        for (unsigned k = 0; k < 16; ++k) left[half][k] = load_factor(a, first + half * 8, k, product.are_rows);
     }
     if (product.registers && memcmp(product.registers, product.held, sizeof product.held) != 0)
         device.error = "a product's registers changed before it was waited for";
@@ -392,13 +392,13 @@ void finish(const WarpgroupProduct& product, float* sums) {
 }  // namespace
 
 void start_product(float* d, unsigned n, const unsigned* registers, unsigned long long a, unsigned long long b, bool are_columns,
-                   bool adds) {
+                   bool are_rows, bool adds) {
     Fiber& fiber = device.fiber();
     if (!fiber.has_fenced_registers) device.error = "a product without a fence of registers";
-    for (unsigned long long part : {a, b, (unsigned long long)n * 4 + are_columns * 2 + adds, (unsigned long long)(registers != nullptr)}) {
+    for (unsigned long long part : {a, b, (unsigned long long)n * 8 + are_rows * 4 + are_columns * 2 + adds, (unsigned long long)(registers != nullptr)}) {
         fiber.history = (fiber.history ^ part) * 0x100000001b3ull + 1;
     }
-    WarpgroupProduct product{d, n, registers, {}, {}, a, b, are_columns, adds, fiber.product_groups, {}};
+    WarpgroupProduct product{d, n, registers, {}, {}, a, b, are_columns, are_rows, adds, fiber.product_groups, {}};
     if (registers) {
         memcpy(product.held, registers, sizeof product.held);
         std::vector<Fragments>& all = next(device.fragments);

@@ -147,7 +147,7 @@ unsigned shared_address(const void* at);
 void fence_shared_memory();
 void fence_registers();
 void start_product(float* d, unsigned n, const unsigned* registers, unsigned long long a, unsigned long long b, bool are_columns,
-                   bool adds);
+                   bool are_rows, bool adds);
 void close_products();
 void wait_for_products(unsigned but);
 
