@@ -53,11 +53,14 @@ fn kernels_are_those_of_the_device() {
     let of = |size, warpgroups, behind| kernels(1024, size, DType::BF16, warpgroups, behind);
     let names = |all: Vec<(String, [u32; 3], u32, u32)>| all.into_iter().map(|kernel| kernel.0).collect::<Vec<_>>();
     let warpgroups = [
-        ("attention_wg_64".to_owned(), [3, 8, 2], 256, 50176),
-        ("attention_wg_grad_q_64".to_owned(), [3, 8, 2], 256, 82944),
-        ("attention_wg_grad_kv_64".to_owned(), [3, 8, 2], 256, 86016),
+        ("attention_wg_64".to_owned(), [3, 2, 8], 256, 50176),
+        ("attention_wg_grad_q_64".to_owned(), [3, 2, 8], 256, 82944),
+        ("attention_wg_grad_kv_64".to_owned(), [3, 2, 8], 256, 86016),
     ];
     assert_eq!(of(64, true, 0), warpgroups);
+    // With many blocks, those of a sequence follow each other in the kernel of dk and dv.
+    let grids = kernels(64 * 1024, 64, DType::BF16, true, 0).into_iter().map(|kernel| kernel.1);
+    assert!(grids.eq([[3, 2, 512], [3, 2, 512], [3, 512, 2]]));
     let of_all = ["attention_tc_64", "attention_tc_grad_q_64", "attention_tc_grad_kv_64"];
     assert_eq!(of(64, false, 0)[0], (of_all[0].to_owned(), [8, 3, 2], 128, 55296));
     assert_eq!(names(of(64, false, 0)), of_all);

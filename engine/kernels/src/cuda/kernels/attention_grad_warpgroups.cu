@@ -45,9 +45,9 @@ __device__ void attention_wg_grad_q(const AttentionArguments& to) {
     constexpr u32 ROWS = WARPGROUPS * WARPGROUP_ROWS, THREADS = WARPGROUPS * WARPGROUP_THREADS;
     const SwizzledTile<SIZE, ROWS> q{swizzled_memory()}, d_out = q.behind(1);
     const SwizzledTile<SIZE, TILE> k{d_out.behind(1).bytes}, v = k.behind(STAGES);
-    const u64 head = blockIdx.x, batch = blockIdx.z, kv_head = to.kv_head_of(blockIdx.x);
-    // The queries that see most keys are processed first.
-    const u32 first = (gridDim.y - 1 - blockIdx.y) * ROWS;
+    const u64 head = blockIdx.x, batch = blockIdx.y, kv_head = to.kv_head_of(blockIdx.x);
+    // The queries that see most keys are processed first, of all heads and sequences.
+    const u32 first = (gridDim.z - 1 - blockIdx.z) * ROWS;
     const u32 own = first + warp_of() * BAND, group_row = warpgroup_of() * WARPGROUP_ROWS, of_group = first + group_row;
     const HeadRows keys = keys_of(to, batch, kv_head);
     const HeadRows values = values_of(to, batch, kv_head);
@@ -156,9 +156,11 @@ __device__ void attention_wg_grad_kv(const AttentionArguments& to) {
     // the first key that the query sees.
     f32* const statistics = (f32*)d_out.behind(STAGES).bytes;
     static_assert(THREADS >= 3 * TILE, "a thread has one of them");
-    const u64 kv_head = blockIdx.x, batch = blockIdx.z;
+    // With larger heads, no register is left for the flag.
+    const bool is_by_size = SIZE == 64 && to.is_by_size;
+    const u64 kv_head = blockIdx.x, batch = is_by_size ? blockIdx.y : blockIdx.z;
     const u32 group = u32(to.heads) / u32(to.kv_heads);
-    const u32 first = blockIdx.y * ROWS;
+    const u32 first = (is_by_size ? blockIdx.z : blockIdx.y) * ROWS;
     const u32 own = first + warp_of() * BAND, group_row = warpgroup_of() * WARPGROUP_ROWS, of_group = first + group_row;
     // `turns` is the number of tiles per head from the first query that sees a key of this block to the last such query.
     // `hidden_turns` is the number of these tiles before the first tile with a query that sees a key of this warpgroup.

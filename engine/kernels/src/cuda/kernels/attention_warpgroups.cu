@@ -17,9 +17,9 @@ __device__ void attention_wg(const AttentionArguments& to) {
     constexpr u32 ROWS = WARPGROUPS * WARPGROUP_ROWS, THREADS = WARPGROUPS * WARPGROUP_THREADS;
     const SwizzledTile<SIZE, ROWS> q{swizzled_memory()};
     const SwizzledTile<SIZE, TILE> k{q.behind(1).bytes}, v = k.behind(2);
-    const u64 head = blockIdx.x, batch = blockIdx.z, kv_head = to.kv_head_of(blockIdx.x);
-    // The queries that see most keys are processed first.
-    const u32 first = (gridDim.y - 1 - blockIdx.y) * ROWS;
+    const u64 head = blockIdx.x, batch = blockIdx.y, kv_head = to.kv_head_of(blockIdx.x);
+    // The queries that see most keys are processed first, of all heads and sequences.
+    const u32 first = (gridDim.z - 1 - blockIdx.z) * ROWS;
     const u32 own = first + warp_of() * BAND, group_row = warpgroup_of() * WARPGROUP_ROWS, of_group = first + group_row;
     const HeadRows queries = queries_of(to, batch, head);
     const HeadRows keys = keys_of(to, batch, kv_head);

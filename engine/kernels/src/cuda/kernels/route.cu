@@ -82,6 +82,7 @@ __device__ void top_k(const TopKArguments& to) {
             if (!is_taken[group]) own.improve(worth[group], group);
         }
         own = best_of_warp(own);
+        __syncwarp(); // All lanes have read the flags.
         if (lane == 0) is_taken[own.index] = 1;
         __syncwarp();
     }
@@ -277,18 +278,16 @@ struct CountArguments {
     u32 accumulate;
 };
 
-// Counts how many ids of a sequence refer to an expert. Each warp handles one expert and sequence.
+// Counts how many ids of a sequence refer to an expert. Each block handles one expert and sequence.
 KERNEL(expert_load, CountArguments) {
-    const u64 index = global_thread() / 32;
-    if (index >= arguments.sequences * arguments.experts) return;
-    const u32* ids = arguments.from + index / arguments.experts * arguments.length;
-    const u32 expert = u32(index % arguments.experts);
+    const u32* ids = arguments.from + blockIdx.x / arguments.experts * arguments.length;
+    const u32 expert = u32(blockIdx.x % arguments.experts);
     u32 count = 0;
     // Several ids are loaded before the first of them is compared.
 #pragma unroll 8
-    for (u64 i = lane_of(); i < arguments.length; i += 32) count += ids[i] == expert;
-    const f32 all = fold_lanes<Sum>(f32(count), 32); // Exact: there are fewer than 2^24 ids.
-    if (lane_of() == 0) store_or_add(arguments.out + index, all, arguments.accumulate);
+    for (u64 i = threadIdx.x; i < arguments.length; i += blockDim.x) count += ids[i] == expert;
+    const f32 all = sum_block(f32(count), (f32*)shared_memory); // Exact: there are fewer than 2^24 ids.
+    if (threadIdx.x == 0) store_or_add(arguments.out + blockIdx.x, all, arguments.accumulate);
 }
 
 struct DocumentLoadArguments {

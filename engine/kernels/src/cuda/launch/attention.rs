@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Layout};
 
-use super::{Features, Kernel, Launch, Operand, Operands, launches, pack};
+use super::{Features, Kernel, Launch, MULTIPROCESSORS, Operand, Operands, launches, pack};
 use crate::Spec;
 use crate::cuda::Family::{self, Attention, AttentionGradWarpgroups, AttentionTensorCores, AttentionWarpgroups};
 
@@ -45,6 +45,7 @@ pub(super) struct AttentionArguments {
     pub(super) scale: f32,
     pub(super) cap: f32,
     pub(super) is_causal: u32,
+    pub(super) is_by_size: u32,
 }
 
 /// The settings that turn products of queries and keys into scores.
@@ -252,6 +253,7 @@ impl AttentionArguments {
             scale: of.scale,
             cap: of.cap,
             is_causal: u32::from(of.is_causal),
+            is_by_size: 0,
         })
     }
 
@@ -273,7 +275,12 @@ impl AttentionArguments {
         let features = if self.are_packs(DType::BF16) { features } else { Features::default() };
         let form = Form::of(part, of.dtype, self.widest(), features)?;
         let (blocks, batch) = (tokens.div_ceil(form.rows), of.dims()[0] as u64);
-        let grid = if form.is_by_heads { [heads, blocks, batch] } else { [blocks, heads, batch] };
+        let is_by_size = form.is_by_heads && self.is_by_size(part, heads * blocks * batch);
+        let grid = match (form.is_by_heads, is_by_size) {
+            (true, true) => [heads, batch, blocks],
+            (true, false) => [heads, blocks, batch],
+            (false, _) => [blocks, heads, batch],
+        };
         Some(Kernel {
             family: form.family,
             shared_bytes: form.shared_bytes as u32,
@@ -281,8 +288,15 @@ impl AttentionArguments {
             name: form.name,
             grid: grid.map(|blocks| blocks as u32),
             block: form.threads,
-            arguments: Box::new(self),
+            arguments: Box::new(Self { is_by_size: u32::from(is_by_size), ..self }),
         })
+    }
+
+    /// True if the blocks with the most work start first, of all sequences; false if only of each sequence. The first order
+    /// lets all multiprocessors end at about the same time. In the second one, the blocks that run at a time read fewer
+    /// different tensors, which counts for the kernels of dk and dv if there are many blocks.
+    fn is_by_size(&self, part: Part, blocks: u64) -> bool {
+        matches!(part, Part::Forward | Part::GradQ) || self.widest() <= 64 && blocks < 8 * MULTIPROCESSORS
     }
 }
 

@@ -265,7 +265,7 @@ pub fn expert_load(experts: usize, operands: &Operands<'_>) -> Option<Vec<Launch
         group: 1,
         accumulate: operands.accumulate(0),
     };
-    launches([Kernel::flat(Route, "expert_load".into(), 32 * load.count(), arguments)])
+    launches([Kernel::rows(Route, "expert_load".into(), load.count(), arguments.length.div_ceil(8), arguments)])
 }
 
 /// Computes each expert's share of the choices in each token's document, from (ids, document starts).
