@@ -32,7 +32,18 @@ SIZES = {
     "gpt2": {"vocabulary": 50257, "layers": 12, "heads": 12, "width": 768},
     "gpt2-medium": {"vocabulary": 50257, "layers": 24, "heads": 16, "width": 1024},
     "gpt2-xl": {"vocabulary": 50257, "layers": 48, "heads": 25, "width": 1600},
+    "gpt6.7b": {"vocabulary": 50257, "layers": 32, "heads": 32, "width": 4096},
     "llama1b": {"vocabulary": 128256, "layers": 16, "heads": 32, "kv_heads": 8, "width": 2048, "hidden": 8192, "theta": 5e5},
+    "llama8b": {
+        "vocabulary": 128256,
+        "layers": 32,
+        "heads": 32,
+        "kv_heads": 8,
+        "width": 4096,
+        "hidden": 14336,
+        "theta": 5e5,
+        "tied": False,
+    },
     "mixture": {
         "vocabulary": 32000,
         "layers": 8,
@@ -117,6 +128,7 @@ def parse():
     train.add_argument(
         "--experts", choices=["grouped", "loop"], default="grouped", help="a mixture's products: by grouped_mm in bf16, or one by one"
     )
+    train.add_argument("--checkpoint", action="store_true", help="keep only the inputs of blocks for the backward")
     train.add_argument("--vocabulary", type=positive, help="other than the model's, e.g. 50304")
     train.add_argument("--steps", type=positive, default=20)
     train.add_argument("--warmup", type=positive, default=5, help="steps before those that are measured")
@@ -235,6 +247,7 @@ def measure_apart(options, micro_batch, seconds):
         value = getattr(options, name)
         if value is not None:
             command += [f"--{name}", str(value)]
+    command += ["--checkpoint"] * options.checkpoint
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, timeout=seconds)
     if done.returncode == OUT_OF_MEMORY:
         return None
@@ -272,6 +285,7 @@ def described(options, micro_batch):
         "mode": options.mode,
         "precision": options.precision,
         "attention": options.attention,
+        "checkpoint": options.checkpoint,
         "budget_bytes": options.budget,
         "micro_batch": micro_batch,
         "sequence": options.sequence,
@@ -294,7 +308,7 @@ def train(options, micro_batch):
     found = described(options, micro_batch)
     vocabulary, sequence = found["vocabulary"], found["sequence"]
     with device:
-        model = built(options.model, vocabulary, sequence, options.experts == "grouped")
+        model = built(options.model, vocabulary, sequence, options.experts == "grouped", options.checkpoint)
     if options.precision == "bf16":
         model = model.to(torch.bfloat16)
     parameters = list(model.parameters())
@@ -398,15 +412,20 @@ def rates(options):
     }
 
 
-def built(name, vocabulary, sequence, is_grouped=True):
-    """The model with this name, on the current device."""
+def built(name, vocabulary, sequence, is_grouped=True, is_checkpointed=False):
+    """The model with this name, on the current device. If it is checkpointed, only the inputs of blocks are kept for the backward."""
+    from torch.utils.checkpoint import checkpoint
+
+    def repeat(block, *inputs):
+        return checkpoint(block, *inputs, use_reentrant=False) if is_checkpointed else block(*inputs)
+
     size = SIZES[name] | {"vocabulary": vocabulary}
     if "kv_heads" in size:
-        return llama(sequence, is_grouped, **size)
-    return gpt(sequence if name == "small" else max(sequence, 1024), **size)
+        return llama(sequence, is_grouped, repeat, **size)
+    return gpt(sequence if name == "small" else max(sequence, 1024), repeat, **size)
 
 
-def gpt(positions, vocabulary, layers, heads, width):
+def gpt(positions, repeat, vocabulary, layers, heads, width):
     import torch
     from torch import nn
     from torch.nn import functional as F
@@ -469,14 +488,14 @@ def gpt(positions, vocabulary, layers, heads, width):
             places = torch.arange(tokens.shape[1], device=tokens.device)
             x = self.wte(tokens) + self.wpe(places)
             for block in self.h:
-                x = block(x)
+                x = repeat(block, x)
             logits = self.head(self.ln_f(x))
             return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     return Gpt()
 
 
-def llama(sequence, is_grouped, vocabulary, layers, heads, kv_heads, width, hidden, theta, experts=0, top_k=0):
+def llama(sequence, is_grouped, repeat, vocabulary, layers, heads, kv_heads, width, hidden, theta, tied=True, experts=0, top_k=0):
     """A Llama or, with experts, a mixture with Mixtral's routing."""
     import torch
     from torch import nn
@@ -589,7 +608,8 @@ def llama(sequence, is_grouped, vocabulary, layers, heads, kv_heads, width, hidd
             self.layers = nn.ModuleList(Block() for _ in range(layers))
             self.norm = Norm()
             self.head = linear(width, vocabulary)
-            self.head.weight = self.embed_tokens.weight
+            if tied:
+                self.head.weight = self.embed_tokens.weight
             for module in self.modules():
                 if isinstance(module, nn.Linear | nn.Embedding):
                     nn.init.normal_(module.weight, std=0.02)
@@ -602,7 +622,7 @@ def llama(sequence, is_grouped, vocabulary, layers, heads, kv_heads, width, hidd
             x = self.embed_tokens(tokens)
             losses = []
             for block in self.layers:
-                x, loss = block(x, self.cos, self.sin)
+                x, loss = repeat(block, x, self.cos, self.sin)
                 losses += [loss] if loss is not None else []
             logits = self.head(self.norm(x))
             return sum(losses, F.cross_entropy(logits.flatten(0, 1), targets.flatten()))

@@ -24,6 +24,10 @@ pub enum Model {
     Gpt2Medium,
     /// GPT-2 1.5B.
     Gpt2Xl,
+    /// GPT-3 6.7B (arXiv 2005.14165, table 2.1), with 1,024 positions.
+    #[value(name = "gpt6.7b")]
+    #[serde(rename = "gpt6.7b")]
+    Gpt6_7b,
     /// The shapes of Llama 3.2 1B.
     Llama1b,
     /// The shapes of Llama 3 8B.
@@ -151,6 +155,7 @@ impl Step {
             Model::Gpt2 | Model::Gpt2Lora => (50_257, 12, 12, 768),
             Model::Gpt2Medium => (50_257, 24, 16, 1024),
             Model::Gpt2Xl => (50_257, 48, 25, 1600),
+            Model::Gpt6_7b => (50_257, 32, 32, 4096),
             Model::Llama1b => {
                 let config = llama(16, [32, 8], 2048, 128_256);
                 return Config::Llama(LlamaConfig { hidden: 8192, tied: true, ..config });
@@ -267,6 +272,7 @@ mod tests {
             (Model::Gpt2, 124, 124),
             (Model::Gpt2Medium, 355, 355),
             (Model::Gpt2Xl, 1558, 1558),
+            (Model::Gpt6_7b, 6654, 6654),
             (Model::Llama1b, 1236, 1236),
             (Model::Llama8b, 8030, 8030),
             (Model::Mixture, 607, 192),
