@@ -36,7 +36,7 @@ use crate::error::{Error, Result};
 use crate::graph::{FLOATS, Graph, Node, NodeId, Phase, Place, Source, ValueId};
 use crate::op::{Keys, Op};
 use crate::ops::{
-    Affine, Binary, BinaryKind, BroadcastAs, Cat, Collective, Contiguous, Embedding, Narrow, Reshape, Widen,
+    Affine, Binary, BinaryKind, BroadcastAs, Cat, Collective, Contiguous, Embedding, Narrow, Reshape, Transpose, Widen,
 };
 
 pub use self::fully::{FullSharing, FullySharded, can_be_gathered, fully_shard};
@@ -536,9 +536,12 @@ impl<'a> Pass<'a> {
     fn scatter(&mut self, id: ValueId, rows: usize, like: &Node) -> Result<()> {
         let window = self.window(id, Some(rows));
         let summand = self.states[&id].id;
-        let summand = match (self.is_run(&window), self.places(id, rows)) {
-            (true, _) => summand,
-            (false, Some(places)) => self.in_order_of_ranks(summand, &places, like)?,
+        let (summand, dim) = match (self.is_run(&window), self.places(id, rows)) {
+            (true, _) => (summand, 0),
+            (false, Some(places)) => {
+                let forward = self.swap_forward(summand, places.dim, like)?;
+                (self.in_order_of_ranks(forward, &places.forward(), like)?, places.dim)
+            }
             (false, None) => {
                 self.all_reduce(id, like)?;
                 let whole = self.states[&id].id;
@@ -549,7 +552,10 @@ impl<'a> Pass<'a> {
         };
         let Sharing { axes, ranks, .. } = self.sharing;
         let part = self.apply(like, Arc::new(Collective::ReduceScatter { axes, ranks }), &[summand])?;
-        let part = self.apply(like, Arc::new(Reshape { shape: window.dims().into() }), &part)?[0];
+        let mut dims = window.dims();
+        dims.swap(dim, dim.min(1));
+        let part = self.apply(like, Arc::new(Reshape { shape: dims.into() }), &part)?[0];
+        let part = self.swap_forward(part, dim, like)?;
         self.states.insert(id, State { id: part, cut: Some(rows), is_summand: false });
         Ok(())
     }
@@ -590,6 +596,16 @@ impl<'a> Pass<'a> {
         self.pick(parts, rows, dims.clone(), places.width(), like)
     }
 
+    /// Returns a value with this dimension in the second place, behind the batch, if it is not in front of it. A second call
+    /// moves it back. The rows of [`Self::pick`] then consist of all dimensions but the batch, and tensor ranks can still
+    /// divide them: the heads of keys [batch, heads, tokens, size], for example.
+    fn swap_forward(&mut self, value: ValueId, dim: usize, like: &Node) -> Result<ValueId> {
+        if dim <= 1 {
+            return Ok(value);
+        }
+        Ok(self.apply(like, Arc::new(Transpose { dim1: 1, dim2: dim }), &[value])?[0])
+    }
+
     /// Returns these rows of `width` elements of a value, as a tensor of extents `dims`.
     fn pick(
         &mut self,
@@ -624,11 +640,13 @@ impl<'a> Pass<'a> {
             }
             if held.len() > 1 && (self.sharing.divides_tokens() || !FLOATS.contains(&self.new.value(value).spec.dtype))
             {
-                let mut dims = self.new.value(value).spec.dims().to_vec();
-                let (outer, width) = (dims[..dim].iter().product(), dims[dim + 1..].iter().product());
+                let forward = self.swap_forward(value, dim, like)?;
+                let (mut dims, at) = (self.new.value(forward).spec.dims().to_vec(), dim.min(1));
+                let (outer, width) = (dims[..at].iter().product(), dims[at + 1..].iter().product());
                 let indices: Vec<usize> = held.iter().cloned().flatten().collect();
-                dims[dim] = indices.len();
-                value = self.pick(value, rows_at(outer, extent, &indices), dims, width, like)?;
+                dims[at] = indices.len();
+                let picked = self.pick(forward, rows_at(outer, extent, &indices), dims, width, like)?;
+                value = self.swap_forward(picked, dim, like)?;
                 continue;
             }
             let mut ranges = Vec::new();
@@ -659,9 +677,11 @@ impl<'a> Pass<'a> {
             return self.all_gather(part, shape, like);
         }
         if let Some(places) = self.places(id, cut) {
-            let dims = [&[self.sharing.ranks], &window.dims()[..]].concat();
+            let part = self.swap_forward(part, places.dim, like)?;
+            let dims = [&[self.sharing.ranks], self.new.value(part).spec.dims()].concat();
             let parts = self.all_gather(part, &dims, like)?;
-            return self.in_order_of_indices(parts, &places, like);
+            let whole = self.in_order_of_indices(parts, &places.forward(), like)?;
+            return self.swap_forward(whole, places.dim, like);
         }
         let own = self.among_zeros(id, part, cut, like)?;
         self.sum(own, like)
@@ -760,6 +780,13 @@ struct Places {
 }
 
 impl Places {
+    /// The places in the value that [`Pass::swap_forward`] returns.
+    fn forward(&self) -> Self {
+        let (mut dims, dim) = (self.dims.clone(), self.dim.min(1));
+        dims.swap(self.dim, dim);
+        Self { dims, dim, held: self.held.clone() }
+    }
+
     /// The number of elements at each index of the divided dimension.
     fn width(&self) -> usize {
         self.dims[self.dim + 1..].iter().product()

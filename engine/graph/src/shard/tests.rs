@@ -302,6 +302,84 @@ fn context_ranks_give_the_whole_gradients() {
     }
 }
 
+/// Attention of which each head rotates a part of its queries and keys, and joins it with the rest. `kv_heads` heads have
+/// keys and values of their own; the rotated part of the key of latent attention is one for all.
+fn joined(vb: &VarBuilder, x: &Tensor, (heads, kv_heads, is_latent): (usize, usize, bool)) -> Result<Tensor> {
+    let (plain, rotated) = (2, 4);
+    let size = plain + rotated;
+    let h = rms_norm(WIDTH, 1e-5, vb.pp("norm"))?.forward(x)?;
+    let project = |name: &str, heads: usize, size: usize| {
+        let y = linear_no_bias(WIDTH, heads * size, vb.pp(name))?.forward(&h)?;
+        y.reshape((BATCH, TOKENS, heads, size))?.transpose(1, 2)
+    };
+    let join = |x: &Tensor, rotated: &Tensor| Tensor::cat(&[&x.narrow(3, 0, plain)?, &rotated.rope(100.0)?], 3);
+    let q = project("q", heads, size)?;
+    let q = join(&q, &q.narrow(3, plain, rotated)?)?;
+    let k = project("k", kv_heads, size)?;
+    let k = match is_latent {
+        true => {
+            let shared = project("shared", 1, rotated)?.broadcast_as((BATCH, kv_heads, TOKENS, rotated))?;
+            join(&k, &shared)?
+        }
+        false => join(&k, &k.narrow(3, plain, rotated)?)?,
+    };
+    let y = q.causal_attention(&k, &project("v", kv_heads, size)?, 0.5)?.transpose(1, 2)?;
+    x.add(&linear_no_bias(heads * size, WIDTH, vb.pp("o"))?.forward(&y.reshape((BATCH, TOKENS, heads * size))?)?)
+}
+
+/// Context ranks gather the keys of each tensor rank's heads, also where keys are concatenated: no tensor rank needs all
+/// heads.
+#[test]
+fn attention_with_concatenated_keys_is_divided_by_heads_and_tokens() {
+    for is_latent in [false, true] {
+        let recorded = record_placed(|vb, tokens, targets| {
+            let x = embedding(VOCABULARY, WIDTH, vb.pp("wte"))?.forward(tokens)?;
+            let x = joined(&vb.pp("attention"), &x, (4, if is_latent { 4 } else { 2 }, is_latent))?;
+            x.linear_cross_entropy(&vb.pp("head").get((VOCABULARY, WIDTH), "weight")?, targets)?.mean_all()
+        })
+        .unwrap();
+        check(&recorded, 2, Shares::Tokens { rounds: 1 });
+        let graph = lock(&recorded.graph);
+        let pairs: Vec<(ValueId, ValueId)> = recorded.gradients.iter().map(|&(_, a, b)| (a, b)).collect();
+        let (axes, ranks, rank) = (Axes::CONTEXT, 2, 0);
+        let shares = Shares::Tokens { rounds: 1 };
+        let request = Request {
+            tokens: recorded.tokens,
+            outputs: &[recorded.loss],
+            gradients: &pairs,
+            is_summed: true,
+            windows: None,
+        };
+        let context = shard(&graph, &Sharing { axes, ranks, rank, shares }, &request).unwrap();
+        let pairs: Vec<(ValueId, ValueId)> = pairs.iter().map(|&(a, b)| (context.value(a), context.value(b))).collect();
+        let (axes, shares) = (Axes::TENSOR, Shares::Parameters { sequence: false });
+        let request = Request {
+            tokens: context.value(recorded.tokens),
+            outputs: &[context.value(recorded.loss)],
+            gradients: &pairs,
+            is_summed: false,
+            windows: None,
+        };
+        let tensor = shard(&context.graph, &Sharing { axes, ranks, rank, shares }, &request).unwrap();
+        for name in ["q", "k", "v", "o"] {
+            assert!(!tensor.windows[&format!("attention.{name}.weight")].is_whole(), "{name}, latent: {is_latent}");
+        }
+        let of_axes = |wanted: Axes| -> Vec<&'static str> {
+            let collectives = tensor.graph.nodes().iter().filter_map(|node| {
+                let collective = (&*node.op as &dyn Any).downcast_ref::<Collective>()?;
+                (collective.axes() == wanted).then(|| node.op.name())
+            });
+            collectives.collect()
+        };
+        // Keys and values in the forward and in the backward, and the gradients of values and of both parts of keys.
+        let sent = [["all_gather"; 4].as_slice(), &["reduce_scatter"; 3]].concat();
+        assert_eq!(of_axes(Axes::CONTEXT), sent, "latent: {is_latent}");
+        // Tensor ranks gather the statistics of the head, and add up the rest.
+        let gathers = of_axes(Axes::TENSOR).into_iter().filter(|&name| name != "all_reduce");
+        assert_eq!(gathers.collect::<Vec<_>>(), ["all_gather"], "latent: {is_latent}");
+    }
+}
+
 /// Tokens in front of the sequence, which all ranks hold, and a matrix of which both dimensions are tokens.
 #[test]
 fn context_ranks_count_what_all_of_them_hold_once() {
