@@ -283,6 +283,32 @@ fn ranks_of_gpt_and_llama_give_the_whole_gradients() {
     }
 }
 
+/// Fewer key heads than ranks, and fewer queries of each: ranks divide the queries of all key heads, and each attends to the
+/// key head of its queries. The projections of keys and values stay whole, and their gradients are added up.
+#[test]
+fn queries_of_few_key_heads_are_divided() {
+    let model = |vb: &VarBuilder, tokens: &Tensor, targets: &Tensor| {
+        let x = embedding(VOCABULARY, WIDTH, vb.pp("wte"))?.forward(tokens)?;
+        let x = llama(&vb.pp("h.1"), &llama(&vb.pp("h.0"), &x, (8, 2))?, (8, 4))?;
+        let head = linear_no_bias(WIDTH, VOCABULARY, vb.pp("head"))?;
+        head.forward(&x)?.flatten(0, 1)?.cross_entropy(&targets.flatten_all()?)?.mean_all()
+    };
+    let recorded = record(model).unwrap();
+    for (ranks, sequence) in [(6, false), (8, false), (8, true)] {
+        let (split, collectives) = check(&recorded, ranks, Shares::Parameters { sequence });
+        let is_split = |layer: usize, name: &str| split.contains(&format!("h.{layer}.{name}.weight"));
+        // Of 6 ranks, two groups of three divide the queries of two key heads. Four key heads do not divide by six.
+        let layers = if ranks == 6 { vec![0] } else { vec![0, 1] };
+        for layer in layers {
+            let held = ["q", "k", "v", "o"].map(|name| is_split(layer, name));
+            assert_eq!(held, [true, false, false, true], "layer {layer} on {ranks} ranks");
+        }
+        let count = |name| collectives.iter().filter(|&&other| other == name).count();
+        // No rank gathers heads: without sequence parallelism, all collectives are sums.
+        assert!(sequence || count("all_reduce") == collectives.len(), "{collectives:?}");
+    }
+}
+
 /// Only keys and values are gathered, in the forward and again in the backward, and the sums of their gradients divided.
 #[test]
 fn context_ranks_give_the_whole_gradients() {
