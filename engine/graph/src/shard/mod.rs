@@ -99,8 +99,6 @@ pub struct Sharded {
     pub graph: Graph,
     /// The part of each persistent tensor that the rank holds.
     pub windows: BTreeMap<String, Window>,
-    /// The part of each input that the rank reads, if ranks divide inputs.
-    pub inputs: BTreeMap<String, Window>,
     /// Names of the operations without a rule that made ranks gather their inputs.
     pub gathered: BTreeSet<String>,
     values: HashMap<ValueId, ValueId>,
@@ -160,7 +158,6 @@ struct Pass<'a> {
     /// Whole and sliced forms of values, by phase and place.
     moved: HashMap<(ValueId, Option<usize>, Phase, Place), ValueId>,
     windows: BTreeMap<String, Window>,
-    inputs: BTreeMap<String, Window>,
     gathered: BTreeSet<String>,
 }
 
@@ -210,7 +207,6 @@ impl<'a> Pass<'a> {
             used: HashSet::new(),
             moved: HashMap::new(),
             windows: BTreeMap::new(),
-            inputs: BTreeMap::new(),
             gathered: BTreeSet::new(),
         })
     }
@@ -231,9 +227,7 @@ impl<'a> Pass<'a> {
                 }
                 Source::Input { name } => {
                     let cut = self.rows_of_source(id);
-                    let window = self.window(id, cut);
-                    let spec = value.spec.in_shape(window.dims());
-                    cut.map(|_| self.inputs.insert(name.clone(), window));
+                    let spec = value.spec.in_shape(self.window(id, cut).dims());
                     (self.new.add_input(name, spec)?, cut)
                 }
                 Source::Cache { .. } if self.rows_of_source(id).is_some() => {
@@ -803,8 +797,8 @@ impl<'a> Pass<'a> {
         self.new.carry_over(old, &|id| {
             values.get(&id).or_else(|| first.get(&id)).copied().expect("every value has a form")
         });
-        let Self { new: graph, windows, inputs, gathered, .. } = self;
-        Ok(Sharded { graph, windows, inputs, gathered, values })
+        let Self { new: graph, windows, gathered, .. } = self;
+        Ok(Sharded { graph, windows, gathered, values })
     }
 
     /// Returns a value of which the sum over the ranks is the whole of a value.

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex};
 
 use candle_core::DType;
-use gapless_kernels::{Numbers, Spec, Stream, Window};
+use gapless_kernels::{Fold, Numbers, Spec, Stream, Window};
 use gapless_parallel::Axes;
 
 use super::{Request, Sharded, Shares, Sharing, shard};
@@ -177,15 +177,20 @@ fn check(recorded: &Recorded, ranks: usize, shares: Shares) -> (Vec<String>, Vec
     assert!(sharded[0].gathered.is_empty(), "{:?} have no rule", sharded[0].gathered);
     let part =
         |array: &Array, window: &Window| window.runs().flatten().map(|index| array.data[index]).collect::<Vec<_>>();
-    let given_to = |sharded: &Sharded| -> HashMap<String, Array> {
-        let of_rank =
-            |(name, array): (&String, &Array)| match sharded.windows.get(name).or_else(|| sharded.inputs.get(name)) {
-                Some(window) => (name.clone(), Array::new(&window.dims(), part(array, window))),
-                None => (name.clone(), array.clone()),
-            };
+    // Context ranks read their own tokens.
+    let tokens_of = |rank| match shares {
+        Shares::Tokens { rounds } => Fold::new(TOKENS, (ranks, rank), rounds).unwrap().ranges().collect(),
+        Shares::Parameters { .. } => vec![0..TOKENS],
+    };
+    let given_to = |(rank, sharded): (usize, &Sharded)| -> HashMap<String, Array> {
+        let of_tokens = Window::of(&[BATCH, TOKENS], vec![vec![0..BATCH], tokens_of(rank)]);
+        let of_rank = |(name, array): (&String, &Array)| {
+            let window = sharded.windows.get(name).unwrap_or(&of_tokens);
+            (name.clone(), Array::new(&window.dims(), part(array, window)))
+        };
         given.iter().map(of_rank).collect()
     };
-    let parts: Vec<HashMap<String, Array>> = sharded.iter().map(given_to).collect();
+    let parts: Vec<HashMap<String, Array>> = sharded.iter().enumerate().map(given_to).collect();
     let graphs: Vec<&Graph> = sharded.iter().map(|sharded| &sharded.graph).collect();
     let values = evaluate_together(&graphs, &parts, stream);
     let what = format!("{ranks} ranks, {shares:?}");
