@@ -111,8 +111,7 @@ pub(super) fn meshes(step: &Step, ranks: usize) -> Vec<Mesh> {
     let meshes = tensor_ranks.flat_map(|tensor| {
         divisors(ranks / tensor).flat_map(move |pipeline| {
             let rest = ranks / tensor / pipeline;
-            // Tensor ranks and expert ranks exclude each other.
-            let expert_ranks = divisors(rest).filter(move |&expert| expert == 1 || (has_experts && tensor == 1));
+            let expert_ranks = divisors(rest).filter(move |&expert| expert == 1 || has_experts);
             expert_ranks.map(move |expert| Mesh { tensor, pipeline, expert, data: rest / expert, ..Mesh::default() })
         })
     });

@@ -58,7 +58,8 @@ pub struct DeviceProfile {
     pub network: f64,
     /// Seconds until the first byte of a message arrives.
     pub latency: f64,
-    /// Fraction of the time of collectives over data ranks that is hidden by computation.
+    /// Fraction of the time of collectives over data ranks that is hidden by computation. Of collectives over shard ranks, at
+    /// most this fraction is hidden, and at most the time of the operations between their start and their wait.
     pub overlap: f64,
     /// Bandwidth of the link to the host's memory that copies reach: bytes per second, in one direction.
     #[serde(default = "usual_host")]
@@ -112,22 +113,29 @@ fn usual_disk() -> f64 {
 }
 
 /// Returns the number of ranks with which a rank of this mesh exchanges data, each counted once for every communicator
-/// that connects them: the next and the previous rank of the pipeline, both neighbors in the rings that reduce gradients
-/// and gather parameters and in the ring of tensor ranks, and all other expert ranks.
+/// that connects them: the next and the previous rank of the pipeline, both neighbors in each ring, and all other expert
+/// ranks.
 fn neighbors(mesh: Mesh) -> u64 {
-    let Mesh { expert, .. } = mesh;
     let in_ring = |axes| mesh.size(axes).saturating_sub(1).min(2);
-    let replicas = if expert > 1 { in_ring(Axes::REPLICAS) } else { 0 };
-    // Copies of a sharded model reduce parts of gradients in a ring of their own.
-    let copies = if mesh.shard > 1 { in_ring(Axes::BATCH & !Axes::SHARD) } else { 0 };
-    let shards = in_ring(Axes::SHARD) + copies;
-    (in_ring(Axes::PIPELINE)
-        + in_ring(Axes::BATCH)
-        + in_ring(Axes::TENSOR)
-        + in_ring(Axes::CONTEXT)
-        + shards
-        + replicas
-        + expert.saturating_sub(1)) as u64
+    let in_rings: usize = rings(mesh).map(in_ring).sum();
+    (in_ring(Axes::PIPELINE) + in_rings + mesh.expert.saturating_sub(1)) as u64
+}
+
+/// Returns the sets of axes along which ranks of this mesh reduce or gather values in rings.
+fn rings(mesh: Mesh) -> impl Iterator<Item = Axes> {
+    let has = move |axes: Axes| mesh.size(axes) > 1;
+    let batch = [
+        (Axes::BATCH, true),
+        (Axes::SHARD, true),
+        // Copies of a sharded model, and copies of experts, reduce parts of gradients.
+        (Axes::BATCH & !Axes::SHARD, has(Axes::SHARD)),
+        (Axes::REPLICAS, has(Axes::EXPERTS)),
+    ];
+    // The norm gathers what each rank has of parameters that tensor ranks divide and that other ranks divide further.
+    let joint =
+        [Axes::BATCH, Axes::SHARD, Axes::EXPERTS].map(|axes| (axes | Axes::TENSOR, has(axes) && has(Axes::TENSOR)));
+    let own = [(Axes::TENSOR, true), (Axes::CONTEXT, true)];
+    batch.into_iter().chain(joint).chain(own).filter(move |&(axes, is_used)| is_used && has(axes)).map(|(axes, _)| axes)
 }
 
 /// The distribution over nodes of the ranks that exchange data.
@@ -333,6 +341,39 @@ impl CostModel for DeviceProfile {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::step::Step;
+
+    /// Every collective of a step is in a ring, or an exchange among expert ranks.
+    #[test]
+    fn rings_are_those_of_programs() {
+        let gpt = "gpt:vocabulary=64,layers=2,heads=4,width=32";
+        let mixture = "moe:llama.vocabulary=64,llama.layers=2,llama.heads=4,llama.kv_heads=4,llama.width=32,\
+                       router.experts=4,router.top_k=2,expert_hidden=32";
+        for (model, ranks) in [
+            (gpt, "tensor_ranks = 2\ndata_ranks = 2"),
+            (gpt, "tensor_ranks = 2\nshard_ranks = 2\ndata_ranks = 2"),
+            (gpt, "tensor_ranks = 2\nshard_ranks = 2\nzero_stage = 2"),
+            (gpt, "context_ranks = 2\ntensor_ranks = 2"),
+            (gpt, "shard_ranks = 2\ndata_ranks = 2\npipeline_ranks = 2"),
+            (mixture, "expert_ranks = 2\ntensor_ranks = 2\ndata_ranks = 2"),
+        ] {
+            let text = format!("model = '{model}'\nsequence = 16\nbatch = 16\nmicro_batches = 2\n{ranks}");
+            let keys: Vec<String> = text.lines().map(str::to_owned).collect();
+            let step = Step::new(&RunConfig::parse("", &keys).unwrap()).unwrap();
+            let mesh = step.options.mesh;
+            // Axes of one rank do not matter.
+            let of_mesh = |axes: Axes| axes.iter().filter(|&axis| mesh.size(Axes::of(&[axis])) > 1).collect::<Vec<_>>();
+            let exchanges = [Axes::EXPERTS];
+            let known: Vec<_> = rings(mesh).chain(exchanges).map(of_mesh).collect();
+            for program in step.programs(&step.record().unwrap()).unwrap() {
+                for instr in &program.instrs {
+                    let InstrKind::Collective(collective, _) = &instr.kind else { continue };
+                    let axes = of_mesh(collective.axes());
+                    assert!(axes.is_empty() || known.contains(&axes), "{ranks}: {axes:?} is not one of {known:?}");
+                }
+            }
+        }
+    }
 
     /// 16 ranks on two nodes: 4 tensor ranks next to each other, 2 stages, 2 copies.
     #[test]

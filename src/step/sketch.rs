@@ -13,6 +13,7 @@ use gapless_alloc::Role;
 use gapless_engine::TrainError;
 use gapless_engine::compile::step::StepGraph;
 use gapless_engine::compile::{BufferKind, Instr, InstrKind, Program};
+use gapless_engine::ops::Collective;
 use gapless_engine::recompute::stages_that_recompute_twice;
 use gapless_parallel::{Action, Kind, MicroBatch, StageId};
 
@@ -215,9 +216,14 @@ impl KeptBytes {
         let mut used: Vec<Option<(Action, Action)>> = vec![None; program.buffers.len()];
         for part in &program.parts {
             let Some(action) = part.action else { continue };
-            // The position of a wait depends on the schedule, so messages do not count as uses.
-            let computes = |instr: &&Instr| matches!(instr.kind, InstrKind::Compute(_));
-            for instr in program.instrs[part.instrs.clone()].iter().filter(computes) {
+            // The position of a wait, and of the start of a gather, depends on the schedule, so these and messages do not count
+            // as uses. A sum over ranks starts in the action that computes its summand.
+            let uses = |instr: &&Instr| match instr.kind {
+                InstrKind::Compute(_) => true,
+                InstrKind::Collective(collective, _) => !matches!(collective, Collective::AllGather { .. }),
+                _ => false,
+            };
+            for instr in program.instrs[part.instrs.clone()].iter().filter(uses) {
                 for operand in instr.inputs.iter().chain(&instr.outputs) {
                     used[operand.buffer.index()].get_or_insert((action, action)).1 = action;
                 }
@@ -281,5 +287,38 @@ impl KeptBytes {
             Some(*live)
         });
         self.always + most.max().unwrap_or(0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use gapless_alloc::lower_bound;
+    use gapless_engine::compile::table;
+
+    use super::*;
+    use crate::run::RunConfig;
+
+    /// Shard ranks add up gradients in each micro-batch. Their sums over micro-batches are half of those of one rank, and
+    /// parameters that they do not divide have whole ones.
+    #[test]
+    fn sums_of_gradients_on_shard_ranks_are_counted() {
+        let sums = |mesh: &str| {
+            let text = format!(
+                "model = 'gpt:vocabulary=64,layers=4,heads=2,width=32'\nsequence = 16\nbatch = 16\nmicro_batches = 4\n{mesh}"
+            );
+            let keys: Vec<String> = text.lines().map(str::to_owned).collect();
+            let step = Step::new(&RunConfig::parse("", &keys).unwrap()).unwrap();
+            let (key, graph) = (step.sketch_key().unwrap().unwrap(), step.record().unwrap());
+            let (sketch, programs) = (step.sketch(&graph, &key).unwrap(), step.programs(&graph).unwrap());
+            let live = lower_bound(&table(&programs[0]).unwrap());
+            let sure = step.surely_alive(&sketch).unwrap()[0];
+            assert!(sure <= live && sure * 2 > live, "{mesh}: {sure} of {live}");
+            sketch.once.ranks[0].sums.values().sum::<u64>()
+        };
+        let whole = sums("shard_ranks = 1");
+        for stage in [2, 3] {
+            let divided = sums(&format!("shard_ranks = 2\nzero_stage = {stage}"));
+            assert!(divided * 2 >= whole && divided < whole, "stage {stage}: {divided} of {whole}");
+        }
     }
 }

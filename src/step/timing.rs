@@ -260,14 +260,17 @@ impl ActionDurations {
         for (stage, program) in programs.iter().enumerate() {
             let mut update = 0;
             let mut hidden = HiddenCopies::of(program);
+            let meanwhile = computed_meanwhile(program, |instr| known.nanoseconds(instr, device, precision));
             for part in &program.parts {
                 let mut sent = BTreeMap::new();
                 let (mut time, mut again, mut copies, mut early) = (0, 0, 0, 0);
-                for instr in &program.instrs[part.instrs.clone()] {
+                for (index, instr) in part.instrs.clone().zip(&program.instrs[part.instrs.clone()]) {
                     let here = match &instr.kind {
                         InstrKind::Compute(_) => known.nanoseconds(instr, device, precision),
                         InstrKind::Collective(collective, _) => {
-                            collective_nanoseconds(program, instr, *collective, device, (&mut network, stage))
+                            let meanwhile = meanwhile.get(&index).copied();
+                            let network = (&mut network, stage);
+                            collective_nanoseconds(program, instr, (*collective, meanwhile), device, network)
                         }
                         InstrKind::Send(message) => {
                             let reach = Reach::of_message(network.mesh, [stage, message.peer], network.node);
@@ -404,13 +407,32 @@ fn bytes(program: &Program, operands: &[Operand]) -> u64 {
     operands.iter().map(bytes_of).sum()
 }
 
+/// Returns, for each collective over shard ranks, the time of the operations between its start and its wait. The start and the
+/// wait depend on the numbers of such collectives that may be under way.
+fn computed_meanwhile(program: &Program, mut nanoseconds: impl FnMut(&Instr) -> u64) -> HashMap<usize, u64> {
+    let (mut now, mut started, mut meanwhile) = (0, HashMap::new(), HashMap::new());
+    for (index, instr) in program.instrs.iter().enumerate() {
+        match &instr.kind {
+            InstrKind::Collective(collective, request) if collective.axes() == Axes::SHARD => {
+                started.insert(*request, (index, now));
+            }
+            InstrKind::Finish(request) => {
+                meanwhile.extend(started.remove(request).map(|(start, before)| (start, now - before)));
+            }
+            InstrKind::Compute(_) => now += nanoseconds(instr),
+            _ => {}
+        }
+    }
+    meanwhile
+}
+
 /// Returns the time of a collective of a pipeline stage that computation does not hide. Ring algorithms are assumed, as in
 /// NCCL's documentation. Collectives over tensor or context ranks alone are in the path of the computation, so nothing
-/// hides them.
+/// hides them. If the time of the operations meanwhile is given, they hide at most that.
 fn collective_nanoseconds(
     program: &Program,
     instr: &Instr,
-    collective: Collective,
+    (collective, meanwhile): (Collective, Option<u64>),
     device: &dyn CostModel,
     (network, stage): (&mut Network, usize),
 ) -> u64 {
@@ -427,9 +449,9 @@ fn collective_nanoseconds(
         return 0;
     }
     let sent = ways * whole as f64 * (ranks - 1) as f64 / ranks as f64;
-    device.collective(
-        sent,
-        network.reach(stage, axes),
-        can_hide && axes & Axes::TENSOR == Axes::NONE && axes != Axes::CONTEXT,
-    )
+    let reach = network.reach(stage, axes);
+    let can_hide = can_hide && axes & Axes::TENSOR == Axes::NONE && axes != Axes::CONTEXT;
+    let whole = device.collective(sent, reach, false);
+    let hidden = whole - device.collective(sent, reach, can_hide).min(whole);
+    whole - meanwhile.map_or(hidden, |meanwhile| hidden.min(meanwhile))
 }

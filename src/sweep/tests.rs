@@ -500,6 +500,23 @@ fn a_sketch_bounds_the_step() {
     assert!(checked > 40, "{checked}");
 }
 
+/// The estimate hides gathers and sums over shard ranks only as far as the program computes meanwhile.
+#[test]
+fn estimates_overlap_what_programs_overlap() {
+    let nanoseconds = |ahead: usize| {
+        let text = format!(
+            "model = 'gpt:vocabulary=64,layers=4,heads=2,width=32'\nsequence = 16\nbatch = 16\nmicro_batches = 4\n\
+             shard_ranks = 2\nprefetch = {ahead}\nreductions = {ahead}"
+        );
+        let keys: Vec<String> = text.lines().map(str::to_owned).collect();
+        let step = Step::new(&RunConfig::parse("", &keys).unwrap()).unwrap();
+        let programs = step.programs(&step.record().unwrap()).unwrap();
+        step.timing(&programs).unwrap().nanoseconds()
+    };
+    let [none, one, two] = [0, 1, 2].map(nanoseconds);
+    assert!(none > one && one >= two, "{none} ns, {one} ns and {two} ns");
+}
+
 /// All axes of the mesh vary together, and only meshes of four ranks are kept. Each row has the bytes of plans made one by
 /// one, and the sketch bounds the step.
 #[test]

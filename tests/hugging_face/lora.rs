@@ -1,11 +1,12 @@
 //! Adapters in PEFT's format. Compares their results with those of PEFT, and tests reading and writing them.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
 
 use candle_core::{Device, Tensor};
 use gapless::models::hf::{Adapter, Folder, HfError};
-use gapless::{Lora, StepOptions, TrainOptions, Trainable, Trainer};
+use gapless::nn::LoraInit;
+use gapless::{Lora, Mesh, Quantize, StepOptions, TrainOptions, Trainable, Trainer, Window, communicator};
 use serde_json::{Value, json};
 
 use crate::case::{options, read, unsupported};
@@ -262,6 +263,51 @@ fn adapters_of_every_family_are_saved_read_and_merged() {
         let (off, limit) = (relative(&found, &expected), if is_bf16 { 5e-2 } else { LOGITS });
         println!("{:<24} merged, logits differ by {off:.1e}", case.name);
         assert!(off <= limit, "{}: {off:e}", case.name);
+    }
+}
+
+/// Ranks that divide weights keep their parts of the adapters that follow from whole weights: the norms of DoRA, also of
+/// quantized weights, and the principal components of PiSSA.
+#[test]
+fn ranks_start_adapters_from_whole_weights() {
+    let folder = Folder::open("tests/evidence/hf/quantized/plain").unwrap();
+    let (plain, nf4) = (None, Some(Quantize::default()));
+    let targets = || ["q_proj", "o_proj", "up_proj", "down_proj"].map(str::to_owned).to_vec();
+    let lora = |dora, init, quantize| Lora { rank: 16, targets: targets(), dora, init, quantize, ..Lora::default() };
+    for lora in [
+        lora(true, LoraInit::default(), plain.clone()),
+        lora(false, LoraInit::Pissa, plain.clone()),
+        lora(true, LoraInit::Pissa, plain),
+        lora(true, LoraInit::default(), nf4),
+    ] {
+        let on = |mesh: Mesh| {
+            let parts = communicator::on_threads(mesh.ranks().unwrap(), |world| {
+                let mut options = options(8);
+                options.step.trainable = Trainable::Lora(lora.clone());
+                (options.step.mesh, options.step.keep_gradients) = (mesh, false);
+                let mut trainer = Trainer::builder(|vb| folder.model(vb), options).distributed(world).build()?;
+                folder.load(&mut trainer).unwrap();
+                let part = |name: &str| {
+                    let tensor = trainer.tensor(name).unwrap().to_dtype(candle_core::DType::F32).unwrap();
+                    (name.to_owned(), (trainer.window(name).unwrap(), values(&tensor)))
+                };
+                Ok(trainer.parameter_names().map(part).collect::<BTreeMap<String, (Window, Vec<f64>)>>())
+            });
+            parts.unwrap()
+        };
+        let whole = on(Mesh::default()).swap_remove(0);
+        for mesh in [Mesh { tensor: 2, ..Mesh::default() }, Mesh { shard: 2, ..Mesh::default() }] {
+            let mut divided = BTreeSet::new();
+            for (name, (window, part)) in on(mesh).into_iter().flatten() {
+                let own: Vec<f64> = window.runs().flatten().map(|index| whole[&name].1[index]).collect();
+                assert!(part == own, "{lora:?} on {mesh:?}: {name}");
+                if !window.is_whole() {
+                    divided.insert(name);
+                }
+            }
+            let is_start = |name: &String| name.contains("lora") || name.contains("magnitude");
+            assert!(divided.iter().any(is_start), "{lora:?} on {mesh:?}: {divided:?}");
+        }
     }
 }
 

@@ -14,7 +14,6 @@ use gapless_compile::step::{
 use gapless_compile::{Executable, Target};
 use gapless_graph::nn::VarBuilder;
 use gapless_graph::{Causality, Model};
-use gapless_parallel::Coordinate;
 use gapless_runtime::Error as RuntimeError;
 use gapless_runtime::Session;
 use gapless_runtime::cpu::{Workers, resolve_threads};
@@ -144,16 +143,15 @@ impl TrainerBuilder<'_> {
         Ok(tensors.filter(|(name, _)| is_saved(name)).map(|(_, spec)| spec.bytes()).sum())
     }
 
-    /// Plans all ranks of the mesh. Ranks with the same stages have equal plans, so each group of such ranks is planned
-    /// once.
+    /// Plans all ranks of the mesh. Of the ranks with the same stages, only the one that holds most is planned
+    /// ([`Mesh::fullest`]): all of them get its report.
     ///
     /// # Errors
     /// Returns the errors of [`Self::plan`].
     pub fn plan_all(&self) -> Result<Vec<Report>> {
         let mesh = self.options.step.mesh;
         let ranks = mesh.ranks()?;
-        let first = |pipeline| mesh.rank(Coordinate { pipeline, ..Coordinate::default() });
-        let stages = (0..mesh.pipeline).map(|stage| self.plan(first(stage))).collect::<Result<Vec<Report>>>()?;
+        let stages = (0..mesh.pipeline).map(|stage| self.plan(mesh.fullest(stage))).collect::<Result<Vec<Report>>>()?;
         Ok((0..ranks).map(|rank| stages[mesh.coordinate(rank).pipeline].clone()).collect())
     }
 

@@ -3,8 +3,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
+use gapless_engine::Trainer;
 use gapless_engine::nn::{Lora, LoraInit, Trainable, VarBuilder};
-use gapless_engine::{TrainError, Trainer};
 use safetensors::tensor::TensorInfo;
 use serde_json::{Map, Value};
 
@@ -13,7 +13,7 @@ use super::error::{HfError, Result, WeightProblem};
 use super::fields::read_object;
 use super::layout::{ParameterLayout, StoredRange, is_known_buffer, layout, xielu_constant};
 use super::low_rank::principal;
-use super::quantized::dequantized;
+use super::quantized::dequantize;
 use super::tensors::{TensorFile, is_supported};
 
 /// The file that holds all weights of a small model.
@@ -123,9 +123,9 @@ impl Folder {
             };
             if let Some(quantize) = quantize.as_ref().filter(|_| is_quantized(name)) {
                 let read = || self.elements(placed, Vec::new());
-                self.load_quantized(trainer, quantize, placed, read)?;
+                let quantized = self.load_quantized(trainer, quantize, placed, read)?;
                 if let Some(lora) = lora.as_ref().filter(|lora| lora.dora) {
-                    split_off_adapter(trainer, lora, name, &mut dequantized(trainer, quantize, name)?)?;
+                    split_off_adapter(trainer, lora, name, &mut dequantize(quantize, &quantized))?;
                 }
                 continue;
             }
@@ -261,29 +261,18 @@ impl Folder {
 }
 
 /// If the parameter is the weight of a layer with an adapter, sets those initial values of the adapter that follow from the
-/// weight. With [`LoraInit::Pissa`], subtracts the adapter from `elements`, the elements of the weight.
+/// whole weight, of which each rank keeps its part. With [`LoraInit::Pissa`], subtracts the adapter from `elements`, the elements of the weight.
 fn split_off_adapter(trainer: &mut Trainer, lora: &Lora, parameter: &str, elements: &mut [f32]) -> Result<()> {
     let Some(layer) = parameter.strip_suffix(".weight").filter(|layer| lora.is_target(layer)) else { return Ok(()) };
     if !lora.dora && lora.init != LoraInit::Pissa {
         return Ok(());
     }
     let [a, b] = Lora::parameters(layer);
-    if let Some(name) =
-        [parameter, &a, &b].into_iter().find(|name| !trainer.window(name).is_ok_and(|part| part.is_whole()))
-    {
-        let why = format!("ranks divide {name:?}, and DoRA and PiSSA start from whole weights of a folder");
-        return Err(TrainError::config(
-            "trainable.lora",
-            why,
-            "leave dora and init out, or use one tensor and shard rank",
-        )
-        .into());
-    }
-    let (outputs, inputs) = (trainer.tensor(&b)?.dims()[0], trainer.tensor(&a)?.dims()[1]);
+    let (outputs, inputs) = (trainer.window(&b)?.whole_dims()[0], trainer.window(&a)?.whole_dims()[1]);
     if lora.dora {
         let norm = |row: &[f32]| row.iter().map(|&x| f64::from(x).powi(2)).sum::<f64>().sqrt() as f32;
         let norms: Vec<f32> = elements.chunks_exact(inputs).take(outputs).map(norm).collect();
-        trainer.set_elements(&Lora::magnitude(layer), &norms)?;
+        trainer.set_whole(&Lora::magnitude(layer), &norms)?;
     }
     if lora.init == LoraInit::Pissa {
         let [mut of_b, mut of_a] = principal(elements, [outputs, inputs], lora.rank)?;
@@ -295,8 +284,8 @@ fn split_off_adapter(trainer: &mut Trainer, lora: &Lora, parameter: &str, elemen
         // The adapter multiplies B·A by the scale.
         let root = lora.scale().sqrt().recip() as f32;
         [&mut of_a, &mut of_b].into_iter().flatten().for_each(|x| *x *= root);
-        trainer.set_elements(&a, &of_a)?;
-        trainer.set_elements(&b, &of_b)?;
+        trainer.set_whole(&a, &of_a)?;
+        trainer.set_whole(&b, &of_b)?;
     }
     Ok(())
 }

@@ -289,14 +289,14 @@ impl Folder {
     }
 
     /// Fills a quantized parameter of a trainer. If the folder stores it in the same format, its codes and scales are
-    /// copied. Otherwise the elements are quantized.
+    /// copied. Otherwise the elements are quantized. Returns the codes and scales of the whole parameter.
     pub(super) fn load_quantized(
         &self,
         trainer: &mut Trainer,
         quantize: &Quantize,
         placed: &ParameterLayout,
         elements: impl FnOnce() -> Result<Vec<f32>>,
-    ) -> Result<()> {
+    ) -> Result<Quantized> {
         let shape = self.config.parameters().find(|(name, _)| *name == placed.parameter).map(|(_, shape)| shape);
         let Some(&[outputs, inputs]) = shape else { unreachable!("only weights of linear layers are quantized") };
         let weight = quantize.weight(outputs, inputs);
@@ -309,7 +309,7 @@ impl Folder {
             Packing::Nf4 { is_double } => weight.format == quantized::Format::Nf4 { is_double },
             Packing::Fp8(_) | Packing::Mxfp4 => false,
         };
-        let Quantized { codes, scales } = match stored.filter(|(_, packing)| is_same(*packing)) {
+        let quantized = match stored.filter(|(_, packing)| is_same(*packing)) {
             Some((piece, packing)) => {
                 let (found, rounding) = self.bitsandbytes(piece, packing)?;
                 if rounding != weight.rounding {
@@ -325,16 +325,16 @@ impl Folder {
             None => quantized::quantize(weight.format, &elements()?, inputs),
         };
         let names = quantize.stored_names(&placed.parameter);
-        trainer.set_bytes(&names[0], &codes)?;
-        match scales {
-            OwnedScales::Plain(scales) => trainer.set_whole(&names[1], &scales)?,
+        trainer.set_bytes(&names[0], &quantized.codes)?;
+        match &quantized.scales {
+            OwnedScales::Plain(scales) => trainer.set_whole(&names[1], scales)?,
             OwnedScales::Double { codes, nested, offset } => {
-                trainer.set_bytes(&names[1], &codes)?;
-                trainer.set_whole(&names[2], &nested)?;
-                trainer.set_elements(&names[3], &[offset])?;
+                trainer.set_bytes(&names[1], codes)?;
+                trainer.set_whole(&names[2], nested)?;
+                trainer.set_elements(&names[3], &[*offset])?;
             }
         }
-        Ok(())
+        Ok(quantized)
     }
 
     fn bytes(&self, name: &str) -> Result<Vec<u8>> {
@@ -394,29 +394,32 @@ pub(super) fn packed_names(piece: &StoredRange, packing: Packing) -> Vec<String>
     own.chain((packing == Packing::Int8).then(|| format!("{}_format", piece.stored))).collect()
 }
 
-/// Returns the dequantized elements of a trainer's weight, in row-major order. If their number is odd, a further element
-/// follows them.
+/// Returns the dequantized elements of a trainer's weight, like [`dequantize`].
 pub(super) fn dequantized(trainer: &Trainer, quantize: &Quantize, parameter: &str) -> Result<Vec<f32>> {
     let names = quantize.stored_names(parameter);
     let bytes = |name: &String| Ok::<_, HfError>(trainer.tensor(name)?.flatten_all()?.to_vec1::<u8>()?);
     let floats = |name: &String| Ok::<_, HfError>(trainer.tensor(name)?.flatten_all()?.to_vec1::<f32>()?);
-    let QuantizedWeight { format, rounding, .. } = quantize.weight(0, 0);
     let scales = match names.len() {
         4 => {
             OwnedScales::Double { codes: bytes(&names[1])?, nested: floats(&names[2])?, offset: floats(&names[3])?[0] }
         }
         _ => OwnedScales::Plain(floats(&names[1])?),
     };
-    let codes = bytes(&names[0])?;
+    Ok(dequantize(quantize, &Quantized { codes: bytes(&names[0])?, scales }))
+}
+
+/// Returns the elements of a weight, in row-major order. If their number is odd, a further element follows them.
+pub(super) fn dequantize(quantize: &Quantize, Quantized { codes, scales }: &Quantized) -> Vec<f32> {
+    let QuantizedWeight { format, rounding, .. } = quantize.weight(0, 0);
     // Only the scales of int8 depend on the number of columns.
-    let (rows, columns) = match (format, &scales) {
+    let (rows, columns) = match (format, scales) {
         (quantized::Format::Int8, OwnedScales::Plain(scales)) => (scales.len(), codes.len() / scales.len().max(1)),
         _ => (1, 2 * codes.len()),
     };
-    let matrix = Matrix { format, columns, codes: &codes, scales: scales.view(), rounding };
+    let matrix = Matrix { format, columns, codes, scales: scales.view(), rounding };
     let mut elements = vec![0.0; rows * columns];
     matrix.dequantize(0..rows, 0..columns, &mut elements);
-    Ok(elements)
+    elements
 }
 
 /// The last part of the name of the tensor with bitsandbytes' settings of a weight, as JSON.

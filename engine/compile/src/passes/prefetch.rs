@@ -18,12 +18,14 @@ use gapless_graph::{Graph, NodeId, Phase, ValueId};
 
 use super::Context;
 use crate::error::Result;
-use crate::program::{BufferKind, Instr, InstrKind, Operand, Program};
+use crate::program::{InstrKind, Operand, Program};
+use crate::recompute::gathers_persistent;
 
 pub(super) fn run(program: &mut Program, context: &Context<'_>) -> Result<()> {
     let overlap = context.lowering.overlap;
-    wait_for_sums(program, &gradient_sums(context.lowering.graph), overlap.reductions);
-    gather_ahead(program, overlap.prefetch);
+    let graph = context.lowering.graph;
+    wait_for_sums(program, &gradient_sums(graph), overlap.reductions);
+    gather_ahead(program, graph, overlap.prefetch);
     Ok(())
 }
 
@@ -34,13 +36,13 @@ struct Transfer {
     finish: usize,
 }
 
-/// Returns the collectives whose start `is_one`, in the order of their starts.
-fn transfers(program: &Program, is_one: impl Fn(Collective, &Instr) -> bool) -> Vec<Transfer> {
+/// Returns the collectives of these nodes, in the order of their starts.
+fn transfers(program: &Program, is_one: impl Fn(NodeId) -> bool) -> Vec<Transfer> {
     let mut starts: BTreeMap<usize, usize> = BTreeMap::new();
     let mut transfers = Vec::new();
     for (index, instr) in program.instrs.iter().enumerate() {
         match instr.kind {
-            InstrKind::Collective(collective, request) if is_one(collective, instr) => {
+            InstrKind::Collective(_, request) if instr.node.is_some_and(&is_one) => {
                 starts.insert(request, index);
             }
             InstrKind::Finish(request) => {
@@ -53,15 +55,8 @@ fn transfers(program: &Program, is_one: impl Fn(Collective, &Instr) -> bool) -> 
     transfers
 }
 
-/// True if an instruction starts to gather the parts of a persistent tensor.
-fn gathers(program: &Program, collective: Collective, instr: &Instr) -> bool {
-    let is_persistent =
-        |operand: &Operand| matches!(program.buffers[operand.buffer.index()].kind, BufferKind::Persistent { .. });
-    matches!(collective, Collective::AllGather { .. }) && instr.inputs.iter().all(is_persistent)
-}
-
-fn gather_ahead(program: &mut Program, ahead: usize) {
-    let mut all = transfers(program, |collective, instr| gathers(program, collective, instr));
+fn gather_ahead(program: &mut Program, graph: &Graph, ahead: usize) {
+    let mut all = transfers(program, |node| gathers_persistent(graph, graph.node(node)));
     all.sort_unstable_by_key(|gather| gather.finish);
     let finishes: HashSet<usize> = all.iter().map(|gather| gather.finish).collect();
     // The position after the last instruction so far that may change a buffer.
@@ -98,7 +93,7 @@ fn gradient_sums(graph: &Graph) -> HashSet<NodeId> {
 }
 
 fn wait_for_sums(program: &mut Program, sums: &HashSet<NodeId>, most: usize) {
-    let all = transfers(program, |_, instr| instr.node.is_some_and(|node| sums.contains(&node)));
+    let all = transfers(program, |node| sums.contains(&node));
     let actions = program.parts.iter().filter(|part| part.action.is_some());
     let mut moves = Moves::default();
     for Range { start, end } in actions.map(|part| part.instrs.clone()) {

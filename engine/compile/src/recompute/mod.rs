@@ -26,7 +26,7 @@ mod twice;
 pub(crate) use policy::Resolving;
 pub(crate) use policy::layers_of;
 pub use policy::{CustomPolicy, Layers, Recompute, RecomputePolicy, block_of};
-pub(crate) use saved::SavedActivations;
+pub(crate) use saved::{SavedActivations, gathers_persistent};
 pub(crate) use stash::{ActivationStorage, StorageOptions};
 pub use twice::stages_that_recompute_twice;
 

@@ -468,7 +468,20 @@ impl StepOptions {
     /// Returns an error for the first setting that is refused, and the errors of [`Optimizer::check`].
     pub fn check(&self) -> Result<()> {
         self.check_values()?;
-        let Self { batch, micro_batches, mesh, memory, .. } = self;
+        let Self { batch, micro_batches, sequence, mesh, memory, .. } = self;
+        if mesh.context > 1 && mesh.expert > 1 {
+            let why = format!("is {}, with {} expert ranks", mesh.context, mesh.expert);
+            return Err(Error::config("mesh.context", why, "set mesh.expert to 1, or mesh.context to 1"));
+        }
+        if mesh.context > 1 && self.fold(0).is_none() {
+            let why =
+                format!("is {}, but twice as many ranks do not divide sequences of {sequence} tokens", mesh.context);
+            return Err(Error::config(
+                "mesh.context",
+                why,
+                "choose a sequence that is a multiple of twice the context ranks",
+            ));
+        }
         if self.sequence_parallel && mesh.tensor == 1 {
             let why = "there is one tensor rank";
             return Err(Error::config("step.sequence_parallel", why, "set mesh.tensor, or leave it out"));
@@ -536,19 +549,6 @@ impl StepOptions {
                 0 => Error::config(key, "is 0", "set it to at least 1"),
                 _ => Error::config(key, format!("is {extent}, above the maximum of {most}"), "choose a smaller value"),
             });
-        }
-        if mesh.context > 1 && mesh.expert > 1 {
-            let why = format!("is {}, with {} expert ranks", mesh.context, mesh.expert);
-            return Err(Error::config("mesh.context", why, "set mesh.expert to 1, or mesh.context to 1"));
-        }
-        if mesh.context > 1 && self.fold(0).is_none() {
-            let why =
-                format!("is {}, but twice as many ranks do not divide sequences of {sequence} tokens", mesh.context);
-            return Err(Error::config(
-                "mesh.context",
-                why,
-                "choose a sequence that is a multiple of twice the context ranks",
-            ));
         }
         if ![2, 3].contains(&self.zero_stage) {
             let why = format!("is {}", self.zero_stage);

@@ -59,6 +59,27 @@ impl NodeDims {
     }
 }
 
+/// Leaves that are split together, outermost first, and the number of parts of each. The product of these is the number of
+/// ranks.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Split(Vec<(Dim, usize)>);
+
+impl Split {
+    fn leaves(&self) -> impl Iterator<Item = Dim> + '_ {
+        self.0.iter().map(|&(leaf, _)| leaf)
+    }
+
+    /// The parts of a rank.
+    pub fn parts(&self, mut rank: usize) -> Parts {
+        let mut parts = Parts::new();
+        for &(leaf, of) in self.0.iter().rev() {
+            parts.insert(leaf, Part::Range { of, index: rank % of });
+            rank /= of;
+        }
+        parts
+    }
+}
+
 #[derive(Debug)]
 pub struct Analysis {
     pub dims: Dims,
@@ -103,69 +124,96 @@ impl Analysis {
         Self { dims, shapes, leaves, nodes }
     }
 
-    /// Chooses the leaves that `ranks` ranks divide: those that occur in parameters and in operations with a rule, none of
+    /// Chooses the splits that `ranks` ranks make: of leaves that occur in parameters and in operations with a rule, none of
     /// which needs them whole; the ones with the largest parameters first. No operation and no parameter has two of them.
-    pub fn choose(&self, graph: &Graph, ranks: usize) -> Vec<Dim> {
-        let mut bytes: BTreeMap<Dim, u64> = BTreeMap::new();
-        let mut groups: Vec<&BTreeSet<Dim>> = Vec::new();
+    pub fn choose(&self, graph: &Graph, ranks: usize) -> Vec<Split> {
+        let mut free: BTreeSet<Dim> = self.leaves_of_parameters(graph);
+        for id in graph.value_ids().filter(|&id| matches!(graph.value(id).source, Source::Input { .. })) {
+            free.retain(|leaf| !self.leaves[id.index()].contains(leaf));
+        }
         let ruled = || self.nodes.iter().filter(|node| node.is_ruled);
-        for (id, _) in graph.persistent() {
-            groups.push(&self.leaves[id.index()]);
-            for &leaf in &self.leaves[id.index()] {
-                *bytes.entry(leaf).or_default() += graph.value(id).spec.bytes();
-            }
-        }
-        for id in graph.value_ids() {
-            if matches!(graph.value(id).source, Source::Input { .. }) {
-                self.leaves[id.index()].iter().for_each(|leaf| _ = bytes.remove(leaf));
-            }
-        }
         for node in ruled() {
-            node.whole.iter().for_each(|leaf| _ = bytes.remove(leaf));
-            groups.push(&node.leaves);
+            free.retain(|leaf| !node.whole.contains(leaf));
         }
-        let is_divisible = |leaf: Dim| self.dims.extent(leaf) >= ranks && !self.dims.is_whole(leaf);
-        let is_known = |leaf: &Dim| ruled().any(|node| node.leaves.contains(leaf));
-        bytes.retain(|leaf, _| is_divisible(*leaf) && is_known(leaf));
-        // Each element of a parameter must lie on one rank, so all segments of a dimension must be split.
-        for (id, _) in graph.persistent() {
-            let divides = |leaf: Dim| {
-                let part = |rank| Part::Range { of: ranks, index: rank };
-                let of_rank = |rank| self.window(id, &Parts::from([(leaf, part(rank))])).elements();
-                (0..ranks).map(of_rank).sum::<usize>() == graph.value(id).spec.elements()
-            };
-            let leaves = &self.leaves[id.index()];
-            bytes.retain(|leaf, _| !leaves.contains(leaf) || divides(*leaf));
-        }
-        let mut order: Vec<(Reverse<u64>, Dim)> =
-            bytes.into_iter().map(|(leaf, bytes)| (Reverse(bytes), leaf)).collect();
+        free.retain(|&leaf| !self.dims.is_whole(leaf) && ruled().any(|node| node.leaves.contains(&leaf)));
+        // The bytes of the parameters that a split divides. Each element of a parameter must lie on one rank, so all segments
+        // of a dimension must be split.
+        let bytes = |split: &Split| {
+            let mut bytes = 0;
+            for (id, _) in graph.persistent().filter(|&(id, _)| self.divides(split, id)) {
+                let of_rank = |rank| self.window(id, &split.parts(rank)).elements();
+                if (0..ranks).map(of_rank).sum::<usize>() != graph.value(id).spec.elements() {
+                    return None;
+                }
+                bytes += graph.value(id).spec.bytes();
+            }
+            (bytes > 0).then_some(bytes)
+        };
+        let splits = self.splits(graph, &free, ranks).into_iter();
+        let mut order: Vec<(Reverse<u64>, Split)> =
+            splits.filter_map(|split| Some((Reverse(bytes(&split)?), split))).collect();
         order.sort_unstable();
-        let mut chosen: Vec<Dim> = Vec::new();
-        for (_, leaf) in order {
-            let meets = |group: &&&BTreeSet<Dim>| group.contains(&leaf) && chosen.iter().any(|c| group.contains(c));
-            if !groups.iter().any(|group| meets(&group)) {
-                chosen.push(leaf);
+        let groups =
+            || ruled().map(|node| &node.leaves).chain(graph.persistent().map(|(id, _)| &self.leaves[id.index()]));
+        let mut chosen: Vec<Split> = Vec::new();
+        for (_, split) in order {
+            let has = |group: &BTreeSet<Dim>, split: &Split| split.leaves().any(|leaf| group.contains(&leaf));
+            let meets = |group: &BTreeSet<Dim>| has(group, &split) && chosen.iter().any(|other| has(group, other));
+            if !groups().any(meets) {
+                chosen.push(split);
             }
         }
         chosen
     }
 
-    /// Returns the leaves for which parameters are held as in another graph. If this graph reads a parameter in another
+    fn leaves_of_parameters(&self, graph: &Graph) -> BTreeSet<Dim> {
+        graph.persistent().flat_map(|(id, _)| &self.leaves[id.index()]).copied().collect()
+    }
+
+    /// Returns the splits of these leaves that give each rank a part: of a leaf that has enough indices, or of two neighbouring
+    /// factors that only have enough together. Two key heads of four queries each are split among eight ranks by both.
+    fn splits(&self, graph: &Graph, leaves: &BTreeSet<Dim>, ranks: usize) -> BTreeSet<Split> {
+        let mut splits: BTreeSet<Split> = BTreeSet::new();
+        let is_large = |leaf: &Dim| self.dims.extent(*leaf) >= ranks;
+        splits.extend(leaves.iter().copied().filter(is_large).map(|leaf| Split(vec![(leaf, ranks)])));
+        for (id, _) in graph.persistent() {
+            for &dim in &self.shapes[id.index()] {
+                for pair in self.dims.factors(&[dim]).windows(2) {
+                    let &[outer, inner] = pair else { continue };
+                    let of_outer = self.dims.extent(outer);
+                    let has_parts = ranks.is_multiple_of(of_outer) && self.dims.extent(inner) >= ranks / of_outer;
+                    let is_free = |leaf: &Dim| leaves.contains(leaf) && !is_large(leaf);
+                    if has_parts && pair.iter().all(is_free) {
+                        splits.insert(Split(vec![(outer, of_outer), (inner, ranks / of_outer)]));
+                    }
+                }
+            }
+        }
+        splits
+    }
+
+    /// True if a value is divided by a split: if it has all leaves.
+    fn divides(&self, split: &Split, id: ValueId) -> bool {
+        split.leaves().all(|leaf| self.leaves[id.index()].contains(&leaf))
+    }
+
+    /// Returns the splits for which parameters are held as in another graph. If this graph reads a parameter in another
     /// way, the split dimension gets a leaf of its own, with which no node can run: ranks gather the parameter. Returns the
     /// name of a parameter for which neither is possible.
     pub fn choose_as(
         &mut self,
         graph: &Graph,
-        part: Part,
+        (ranks, rank): (usize, usize),
         windows: &BTreeMap<String, Window>,
-    ) -> Result<Vec<Dim>, String> {
+    ) -> Result<Vec<Split>, String> {
+        let possible = self.splits(graph, &self.leaves_of_parameters(graph), ranks);
         let mut chosen = BTreeSet::new();
         for (id, name) in graph.persistent() {
             let Some(window) = windows.get(name).filter(|window| !window.is_whole()) else { continue };
-            let fits = |analysis: &Self, leaf: Dim| analysis.window(id, &Parts::from([(leaf, part)])) == *window;
-            let known = self.leaves[id.index()].iter().copied().find(|&leaf| fits(self, leaf));
-            let leaf = match known {
-                Some(leaf) => leaf,
+            let fits = |analysis: &Self, split: &Split| analysis.window(id, &split.parts(rank)) == *window;
+            let known = possible.iter().find(|split| self.divides(split, id) && fits(self, split)).cloned();
+            let split = match known {
+                Some(split) => split,
                 None => {
                     let is_split = |dim: &usize| window.dims()[*dim] != window.whole_dims()[*dim];
                     let dim = (0..window.dims().len()).find(is_split).ok_or_else(|| name.to_owned())?;
@@ -173,10 +221,11 @@ impl Analysis {
                     let shape = &mut self.shapes[id.index()];
                     shape[dim] = leaf;
                     self.leaves[id.index()] = shape.iter().flat_map(|&dim| self.dims.leaves(dim)).collect();
-                    fits(self, leaf).then_some(leaf).ok_or_else(|| name.to_owned())?
+                    let split = Split(vec![(leaf, ranks)]);
+                    fits(self, &split).then_some(split).ok_or_else(|| name.to_owned())?
                 }
             };
-            chosen.insert(leaf);
+            chosen.insert(split);
         }
         Ok(chosen.into_iter().collect())
     }

@@ -131,7 +131,7 @@ impl Dims {
     }
 
     /// The factors of several dimensions, without those of extent 1.
-    fn factors(&self, dims: &[Dim]) -> Vec<Dim> {
+    pub fn factors(&self, dims: &[Dim]) -> Vec<Dim> {
         let mut factors = Vec::new();
         for &dim in dims {
             let dim = self.root(dim);

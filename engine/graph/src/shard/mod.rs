@@ -24,19 +24,20 @@ mod rule;
 mod tests;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::ops::Range;
 use std::sync::Arc;
 
 use candle_core::DType;
 use gapless_kernels::{Fold, Spec, Window};
 use gapless_parallel::Axes;
 
-use self::analysis::Analysis;
+use self::analysis::{Analysis, Split};
 use self::dims::{Dim, Part, Parts};
 use crate::error::{Error, Result};
 use crate::graph::{FLOATS, Graph, Node, NodeId, Phase, Place, Source, ValueId};
 use crate::op::{Keys, Op};
 use crate::ops::{
-    Affine, Binary, BinaryKind, BroadcastAs, Cat, Collective, Contiguous, Embedding, Narrow, Reshape, Widen,
+    Affine, Binary, BinaryKind, BroadcastAs, Cat, Collective, Contiguous, Embedding, Narrow, Reshape, Transpose, Widen,
 };
 
 pub use self::fully::{FullSharing, FullySharded, can_be_gathered, fully_shard};
@@ -98,8 +99,6 @@ pub struct Sharded {
     pub graph: Graph,
     /// The part of each persistent tensor that the rank holds.
     pub windows: BTreeMap<String, Window>,
-    /// The part of each input that the rank reads, if ranks divide inputs.
-    pub inputs: BTreeMap<String, Window>,
     /// Names of the operations without a rule that made ranks gather their inputs.
     pub gathered: BTreeSet<String>,
     values: HashMap<ValueId, ValueId>,
@@ -145,7 +144,7 @@ struct Pass<'a> {
     new: Graph,
     sharing: Sharing,
     analysis: Analysis,
-    /// The leaves that are split together, and the parts of each rank. Each chosen leaf is a cut.
+    /// The leaves that are split together, and the parts of each rank. Each chosen split is a cut.
     cuts: Vec<Vec<Parts>>,
     /// The cut of tokens into rows, if ranks divide them.
     rows: Option<usize>,
@@ -159,7 +158,6 @@ struct Pass<'a> {
     /// Whole and sliced forms of values, by phase and place.
     moved: HashMap<(ValueId, Option<usize>, Phase, Place), ValueId>,
     windows: BTreeMap<String, Window>,
-    inputs: BTreeMap<String, Window>,
     gathered: BTreeSet<String>,
 }
 
@@ -175,17 +173,16 @@ impl<'a> Pass<'a> {
             pairs.extend(inputs.map(|id| (request.tokens, id)));
         }
         let mut analysis = Analysis::new(old, &pairs);
-        let part = |rank| Part::Range { of: ranks, index: rank };
         let chosen = match request.windows {
             _ if sharing.divides_tokens() => Vec::new(),
             None => analysis.choose(old, ranks),
-            Some(windows) => analysis.choose_as(old, part(sharing.rank), windows).map_err(|name| {
+            Some(windows) => analysis.choose_as(old, (ranks, sharing.rank), windows).map_err(|name| {
                 let why = format!("{name:?} is split in the training step in a way that this program cannot read");
                 Error::config("tensor ranks", why, "use one tensor rank")
             })?,
         };
-        let of_leaf = |leaf| (0..ranks).map(|rank| Parts::from([(leaf, part(rank))])).collect();
-        let mut cuts: Vec<Vec<Parts>> = chosen.into_iter().map(of_leaf).collect();
+        let of_split = |split: &Split| (0..ranks).map(|rank| split.parts(rank)).collect();
+        let mut cuts: Vec<Vec<Parts>> = chosen.iter().map(of_split).collect();
         let has_rows = shares != Shares::Parameters { sequence: false };
         let rows =
             has_rows.then(|| (0..ranks).map(|rank| rows(&analysis, request.tokens, ranks, rank, shares)).collect());
@@ -210,7 +207,6 @@ impl<'a> Pass<'a> {
             used: HashSet::new(),
             moved: HashMap::new(),
             windows: BTreeMap::new(),
-            inputs: BTreeMap::new(),
             gathered: BTreeSet::new(),
         })
     }
@@ -223,7 +219,7 @@ impl<'a> Pass<'a> {
             let (new, cut) = match &value.source {
                 Source::Node { .. } => continue,
                 Source::Persistent { name, fill } => {
-                    let cut = self.chosen().find(|&cut| self.has(cut, id));
+                    let cut = self.chosen().find(|&cut| self.has_all(cut, id));
                     let window = self.window(id, cut);
                     let spec = value.spec.in_shape(window.dims());
                     self.windows.insert(name.clone(), window.clone());
@@ -231,9 +227,7 @@ impl<'a> Pass<'a> {
                 }
                 Source::Input { name } => {
                     let cut = self.rows_of_source(id);
-                    let window = self.window(id, cut);
-                    let spec = value.spec.in_shape(window.dims());
-                    cut.map(|_| self.inputs.insert(name.clone(), window));
+                    let spec = value.spec.in_shape(self.window(id, cut).dims());
                     (self.new.add_input(name, spec)?, cut)
                 }
                 Source::Cache { .. } if self.rows_of_source(id).is_some() => {
@@ -241,7 +235,7 @@ impl<'a> Pass<'a> {
                     return Err(Error::config("caches", why, "sample without caches, or with one context rank"));
                 }
                 Source::Cache { name } => {
-                    let cut = self.chosen().find(|&cut| self.has(cut, id));
+                    let cut = self.chosen().find(|&cut| self.has_all(cut, id));
                     let spec = value.spec.in_shape(self.window(id, cut).dims());
                     (self.new.add_named_cache(name.clone(), spec)?, cut)
                 }
@@ -263,7 +257,7 @@ impl<'a> Pass<'a> {
         self.rows.filter(|&rows| self.sharing.divides_tokens() && self.has_all(rows, id))
     }
 
-    /// The cuts of chosen leaves.
+    /// The cuts of chosen splits.
     fn chosen(&self) -> impl Iterator<Item = usize> + use<> {
         let rows = self.rows;
         (0..self.cuts.len()).filter(move |&cut| Some(cut) != rows)
@@ -356,7 +350,12 @@ impl<'a> Pass<'a> {
             return Ok(());
         }
         let outputs = self.apply(node, op, &inputs)?;
-        for ((&output, id), is_summand) in node.outputs.iter().zip(outputs).zip(sums) {
+        for ((&output, mut id), is_summand) in node.outputs.iter().zip(outputs).zip(sums) {
+            // The sum over some of the leaves still has the others: each rank has a summand of a part. An example is the
+            // gradient of a key head whose queries are split.
+            if let Some(cut) = cut.filter(|&cut| is_summand && self.has(cut, output) && !self.has_all(cut, output)) {
+                id = self.among_zeros(output, id, cut, node)?;
+            }
             let cut = cut.filter(|&cut| self.has(cut, output) && !is_summand);
             self.set(output, State { id, cut, is_summand });
         }
@@ -369,8 +368,11 @@ impl<'a> Pass<'a> {
         if !dims.is_ruled {
             return None;
         }
-        let splits =
-            |&cut: &usize| self.leaves(cut).all(|leaf| dims.leaves.contains(&leaf) && !dims.whole.contains(&leaf));
+        let splits = |&cut: &usize| {
+            let is_part = |output| self.has_all(cut, output) || !self.has(cut, output);
+            self.leaves(cut).all(|leaf| dims.leaves.contains(&leaf) && !dims.whole.contains(&leaf))
+                && node.outputs.iter().enumerate().all(|(index, &output)| is_part(output) || self.sums(id, index, cut))
+        };
         let on_rows = |&cut: &usize| {
             let has_all = |&output: &ValueId| self.has_all(cut, output);
             let all_or_none = |&output: &ValueId| self.has_all(cut, output) || !self.has(cut, output);
@@ -417,8 +419,12 @@ impl<'a> Pass<'a> {
         let (node, dims) = (self.old.node(id), self.analysis.node(id));
         let reads = dims.reads.get(output).and_then(Option::as_ref);
         let is_read = |index: usize| reads.is_none_or(|reads| reads.contains(&index));
-        let mut inputs = node.inputs.iter().enumerate().filter(|&(index, _)| is_read(index));
-        !self.has(cut, node.outputs[output]) && inputs.any(|(_, &input)| self.has(cut, input))
+        let has = |leaf: Dim, id: ValueId| self.analysis.leaves[id.index()].contains(&leaf);
+        let is_summed = |leaf: Dim| {
+            let mut inputs = node.inputs.iter().enumerate().filter(|&(index, _)| is_read(index));
+            !has(leaf, node.outputs[output]) && inputs.any(|(_, &input)| has(leaf, input))
+        };
+        self.leaves(cut).any(is_summed)
     }
 
     /// Adds a node to the new graph, in the phase, the place and the layer of a node of the old graph.
@@ -536,9 +542,13 @@ impl<'a> Pass<'a> {
     fn scatter(&mut self, id: ValueId, rows: usize, like: &Node) -> Result<()> {
         let window = self.window(id, Some(rows));
         let summand = self.states[&id].id;
-        let summand = match (self.is_run(&window), self.places(id, rows)) {
-            (true, _) => summand,
-            (false, Some(places)) => self.in_order_of_ranks(summand, &places, like)?,
+        let (summand, dim) = match (self.is_run(&window), self.places(id, rows)) {
+            (true, _) => (summand, 0),
+            (false, Some(places)) => {
+                let dim = places.dim;
+                let forward = self.swap_forward(summand, dim, like)?;
+                (self.in_order_of_ranks(forward, &places.swapped(self.forward(dim)), like)?, dim)
+            }
             (false, None) => {
                 self.all_reduce(id, like)?;
                 let whole = self.states[&id].id;
@@ -549,7 +559,10 @@ impl<'a> Pass<'a> {
         };
         let Sharing { axes, ranks, .. } = self.sharing;
         let part = self.apply(like, Arc::new(Collective::ReduceScatter { axes, ranks }), &[summand])?;
-        let part = self.apply(like, Arc::new(Reshape { shape: window.dims().into() }), &part)?[0];
+        let mut dims = window.dims();
+        dims.swap(dim, self.forward(dim));
+        let part = self.apply(like, Arc::new(Reshape { shape: dims.into() }), &part)?[0];
+        let part = self.swap_forward(part, dim, like)?;
         self.states.insert(id, State { id: part, cut: Some(rows), is_summand: false });
         Ok(())
     }
@@ -590,6 +603,22 @@ impl<'a> Pass<'a> {
         self.pick(parts, rows, dims.clone(), places.width(), like)
     }
 
+    /// Returns a value with this dimension in the second place, behind the batch, if tokens lie along it. A second call moves it
+    /// back. The rows of [`Self::pick`] then consist of all dimensions but the batch, and tensor ranks can still divide them:
+    /// the heads of keys [batch, heads, tokens, size], for example.
+    fn swap_forward(&mut self, value: ValueId, dim: usize, like: &Node) -> Result<ValueId> {
+        let to = self.forward(dim);
+        if dim == to {
+            return Ok(value);
+        }
+        Ok(self.apply(like, Arc::new(Transpose { dim1: to, dim2: dim }), &[value])?[0])
+    }
+
+    /// The dimension to which [`Self::swap_forward`] moves one.
+    fn forward(&self, dim: usize) -> usize {
+        if self.sharing.divides_tokens() { dim.min(1) } else { dim }
+    }
+
     /// Returns these rows of `width` elements of a value, as a tensor of extents `dims`.
     fn pick(
         &mut self,
@@ -605,6 +634,19 @@ impl<'a> Pass<'a> {
         let ids = self.new.add_data(rows.into_iter().map(|row| row as f64).collect(), ids);
         let picked = self.apply(like, Arc::new(Embedding::default()), &[table, ids])?;
         Ok(self.apply(like, Arc::new(Reshape { shape: dims.into() }), &picked)?[0])
+    }
+
+    /// Returns these indices of a dimension of a value, and zeros for `None`.
+    fn take(&mut self, value: ValueId, dim: usize, indices: &[Option<usize>], like: &Node) -> Result<ValueId> {
+        let forward = self.swap_forward(value, dim, like)?;
+        let (mut dims, at) = (self.new.value(forward).spec.dims().to_vec(), self.forward(dim));
+        let (outer, extent, width) = (dims[..at].iter().product(), dims[at], dims[at + 1..].iter().product());
+        // A lookup gives zeros for a row that the table does not have.
+        let row = |o: usize, index: &Option<usize>| index.map_or(outer * extent, |index| o * extent + index);
+        let rows = (0..outer).flat_map(|o| indices.iter().map(move |index| row(o, index))).collect();
+        dims[at] = indices.len();
+        let taken = self.pick(forward, rows, dims, width, like)?;
+        self.swap_forward(taken, dim, like)
     }
 
     /// True if the ranks' parts of a value are equal runs of its elements, in the order of the ranks.
@@ -624,11 +666,8 @@ impl<'a> Pass<'a> {
             }
             if held.len() > 1 && (self.sharing.divides_tokens() || !FLOATS.contains(&self.new.value(value).spec.dtype))
             {
-                let mut dims = self.new.value(value).spec.dims().to_vec();
-                let (outer, width) = (dims[..dim].iter().product(), dims[dim + 1..].iter().product());
-                let indices: Vec<usize> = held.iter().cloned().flatten().collect();
-                dims[dim] = indices.len();
-                value = self.pick(value, rows_at(outer, extent, &indices), dims, width, like)?;
+                let indices: Vec<Option<usize>> = held.iter().cloned().flatten().map(Some).collect();
+                value = self.take(value, dim, &indices, like)?;
                 continue;
             }
             let mut ranges = Vec::new();
@@ -659,9 +698,12 @@ impl<'a> Pass<'a> {
             return self.all_gather(part, shape, like);
         }
         if let Some(places) = self.places(id, cut) {
-            let dims = [&[self.sharing.ranks], &window.dims()[..]].concat();
+            let dim = places.dim;
+            let part = self.swap_forward(part, dim, like)?;
+            let dims = [&[self.sharing.ranks], self.new.value(part).spec.dims()].concat();
             let parts = self.all_gather(part, &dims, like)?;
-            return self.in_order_of_indices(parts, &places, like);
+            let whole = self.in_order_of_indices(parts, &places.swapped(self.forward(dim)), like)?;
+            return self.swap_forward(whole, dim, like);
         }
         let own = self.among_zeros(id, part, cut, like)?;
         self.sum(own, like)
@@ -680,12 +722,30 @@ impl<'a> Pass<'a> {
             if held.iter().map(ExactSizeIterator::len).sum::<usize>() == extent {
                 continue;
             }
-            let (mut wide, mut start) = (None, 0);
-            for (range, of_first) in held.into_iter().zip(of_first) {
-                let narrow = Narrow { dim, start, len: range.len() };
-                start += range.len();
-                let mut piece = self.apply(like, Arc::new(narrow), &[value])?[0];
-                if divides_one && range == of_first && self.sharing.rank > 0 {
+            // Each range, the place of its first element in the part, and whether this rank contributes it.
+            let mut start = 0;
+            let placed: Vec<(Range<usize>, usize, bool)> = held
+                .into_iter()
+                .zip(of_first)
+                .map(|(range, of_first)| {
+                    let at = start;
+                    start += range.len();
+                    let is_own = !divides_one || range != of_first || self.sharing.rank == 0;
+                    (range, at, is_own)
+                })
+                .collect();
+            if self.sharing.divides_tokens() {
+                let mut indices = vec![None; extent];
+                for (range, at, _) in placed.into_iter().filter(|&(.., is_own)| is_own) {
+                    range.enumerate().for_each(|(index, place)| indices[place] = Some(at + index));
+                }
+                value = self.take(value, dim, &indices, like)?;
+                continue;
+            }
+            let mut wide = None;
+            for (range, at, is_own) in placed {
+                let mut piece = self.apply(like, Arc::new(Narrow { dim, start: at, len: range.len() }), &[value])?[0];
+                if !is_own {
                     let spec = self.new.value(piece).spec.clone();
                     piece = self.new.constant_like(0.0, spec);
                 }
@@ -718,6 +778,11 @@ impl<'a> Pass<'a> {
                 true => self.summand(output, &like)?,
                 false => self.bring(output, None, &like)?,
             };
+            // The host reads outputs.
+            let new = match self.new.value(new).layout.is_contiguous() {
+                true => new,
+                false => self.apply(&like, Arc::new(Contiguous), &[new])?[0],
+            };
             values.insert(output, new);
         }
         for &(parameter, gradient) in request.gradients {
@@ -732,8 +797,8 @@ impl<'a> Pass<'a> {
         self.new.carry_over(old, &|id| {
             values.get(&id).or_else(|| first.get(&id)).copied().expect("every value has a form")
         });
-        let Self { new: graph, windows, inputs, gathered, .. } = self;
-        Ok(Sharded { graph, windows, inputs, gathered, values })
+        let Self { new: graph, windows, gathered, .. } = self;
+        Ok(Sharded { graph, windows, gathered, values })
     }
 
     /// Returns a value of which the sum over the ranks is the whole of a value.
@@ -760,6 +825,12 @@ struct Places {
 }
 
 impl Places {
+    /// The places in the value whose divided dimension is swapped with another.
+    fn swapped(mut self, dim: usize) -> Self {
+        self.dims.swap(self.dim, dim);
+        Self { dim, ..self }
+    }
+
     /// The number of elements at each index of the divided dimension.
     fn width(&self) -> usize {
         self.dims[self.dim + 1..].iter().product()

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex};
 
 use candle_core::DType;
-use gapless_kernels::{Numbers, Spec, Stream, Window};
+use gapless_kernels::{Fold, Numbers, Spec, Stream, Window};
 use gapless_parallel::Axes;
 
 use super::{Request, Sharded, Shares, Sharing, shard};
@@ -177,15 +177,20 @@ fn check(recorded: &Recorded, ranks: usize, shares: Shares) -> (Vec<String>, Vec
     assert!(sharded[0].gathered.is_empty(), "{:?} have no rule", sharded[0].gathered);
     let part =
         |array: &Array, window: &Window| window.runs().flatten().map(|index| array.data[index]).collect::<Vec<_>>();
-    let given_to = |sharded: &Sharded| -> HashMap<String, Array> {
-        let of_rank =
-            |(name, array): (&String, &Array)| match sharded.windows.get(name).or_else(|| sharded.inputs.get(name)) {
-                Some(window) => (name.clone(), Array::new(&window.dims(), part(array, window))),
-                None => (name.clone(), array.clone()),
-            };
+    // Context ranks read their own tokens.
+    let tokens_of = |rank| match shares {
+        Shares::Tokens { rounds } => Fold::new(TOKENS, (ranks, rank), rounds).unwrap().ranges().collect(),
+        Shares::Parameters { .. } => vec![0..TOKENS],
+    };
+    let given_to = |(rank, sharded): (usize, &Sharded)| -> HashMap<String, Array> {
+        let of_tokens = Window::of(&[BATCH, TOKENS], vec![vec![0..BATCH], tokens_of(rank)]);
+        let of_rank = |(name, array): (&String, &Array)| {
+            let window = sharded.windows.get(name).unwrap_or(&of_tokens);
+            (name.clone(), Array::new(&window.dims(), part(array, window)))
+        };
         given.iter().map(of_rank).collect()
     };
-    let parts: Vec<HashMap<String, Array>> = sharded.iter().map(given_to).collect();
+    let parts: Vec<HashMap<String, Array>> = sharded.iter().enumerate().map(given_to).collect();
     let graphs: Vec<&Graph> = sharded.iter().map(|sharded| &sharded.graph).collect();
     let values = evaluate_together(&graphs, &parts, stream);
     let what = format!("{ranks} ranks, {shares:?}");
@@ -283,6 +288,32 @@ fn ranks_of_gpt_and_llama_give_the_whole_gradients() {
     }
 }
 
+/// Fewer key heads than ranks, and fewer queries of each: ranks divide the queries of all key heads, and each attends to the
+/// key head of its queries. The projections of keys and values stay whole, and their gradients are added up.
+#[test]
+fn queries_of_few_key_heads_are_divided() {
+    let model = |vb: &VarBuilder, tokens: &Tensor, targets: &Tensor| {
+        let x = embedding(VOCABULARY, WIDTH, vb.pp("wte"))?.forward(tokens)?;
+        let x = llama(&vb.pp("h.1"), &llama(&vb.pp("h.0"), &x, (8, 2))?, (8, 4))?;
+        let head = linear_no_bias(WIDTH, VOCABULARY, vb.pp("head"))?;
+        head.forward(&x)?.flatten(0, 1)?.cross_entropy(&targets.flatten_all()?)?.mean_all()
+    };
+    let recorded = record(model).unwrap();
+    for (ranks, sequence) in [(6, false), (8, false), (8, true)] {
+        let (split, collectives) = check(&recorded, ranks, Shares::Parameters { sequence });
+        let is_split = |layer: usize, name: &str| split.contains(&format!("h.{layer}.{name}.weight"));
+        // Of 6 ranks, two groups of three divide the queries of two key heads. Four key heads do not divide by six.
+        let layers = if ranks == 6 { vec![0] } else { vec![0, 1] };
+        for layer in layers {
+            let held = ["q", "k", "v", "o"].map(|name| is_split(layer, name));
+            assert_eq!(held, [true, false, false, true], "layer {layer} on {ranks} ranks");
+        }
+        let count = |name| collectives.iter().filter(|&&other| other == name).count();
+        // No rank gathers heads: without sequence parallelism, all collectives are sums.
+        assert!(sequence || count("all_reduce") == collectives.len(), "{collectives:?}");
+    }
+}
+
 /// Only keys and values are gathered, in the forward and again in the backward, and the sums of their gradients divided.
 #[test]
 fn context_ranks_give_the_whole_gradients() {
@@ -299,6 +330,84 @@ fn context_ranks_give_the_whole_gradients() {
                 "{collectives:?}"
             );
         }
+    }
+}
+
+/// Attention of which each head rotates a part of its queries and keys, and joins it with the rest. `kv_heads` heads have
+/// keys and values of their own; the rotated part of the key of latent attention is one for all.
+fn joined(vb: &VarBuilder, x: &Tensor, (heads, kv_heads, is_latent): (usize, usize, bool)) -> Result<Tensor> {
+    let (plain, rotated) = (2, 4);
+    let size = plain + rotated;
+    let h = rms_norm(WIDTH, 1e-5, vb.pp("norm"))?.forward(x)?;
+    let project = |name: &str, heads: usize, size: usize| {
+        let y = linear_no_bias(WIDTH, heads * size, vb.pp(name))?.forward(&h)?;
+        y.reshape((BATCH, TOKENS, heads, size))?.transpose(1, 2)
+    };
+    let join = |x: &Tensor, rotated: &Tensor| Tensor::cat(&[&x.narrow(3, 0, plain)?, &rotated.rope(100.0)?], 3);
+    let q = project("q", heads, size)?;
+    let q = join(&q, &q.narrow(3, plain, rotated)?)?;
+    let k = project("k", kv_heads, size)?;
+    let k = match is_latent {
+        true => {
+            let shared = project("shared", 1, rotated)?.broadcast_as((BATCH, kv_heads, TOKENS, rotated))?;
+            join(&k, &shared)?
+        }
+        false => join(&k, &k.narrow(3, plain, rotated)?)?,
+    };
+    let y = q.causal_attention(&k, &project("v", kv_heads, size)?, 0.5)?.transpose(1, 2)?;
+    x.add(&linear_no_bias(heads * size, WIDTH, vb.pp("o"))?.forward(&y.reshape((BATCH, TOKENS, heads * size))?)?)
+}
+
+/// Context ranks gather the keys of each tensor rank's heads, also where keys are concatenated: no tensor rank needs all
+/// heads.
+#[test]
+fn attention_with_concatenated_keys_is_divided_by_heads_and_tokens() {
+    for is_latent in [false, true] {
+        let recorded = record_placed(|vb, tokens, targets| {
+            let x = embedding(VOCABULARY, WIDTH, vb.pp("wte"))?.forward(tokens)?;
+            let x = joined(&vb.pp("attention"), &x, (4, if is_latent { 4 } else { 2 }, is_latent))?;
+            x.linear_cross_entropy(&vb.pp("head").get((VOCABULARY, WIDTH), "weight")?, targets)?.mean_all()
+        })
+        .unwrap();
+        check(&recorded, 2, Shares::Tokens { rounds: 1 });
+        let graph = lock(&recorded.graph);
+        let pairs: Vec<(ValueId, ValueId)> = recorded.gradients.iter().map(|&(_, a, b)| (a, b)).collect();
+        let (axes, ranks, rank) = (Axes::CONTEXT, 2, 0);
+        let shares = Shares::Tokens { rounds: 1 };
+        let request = Request {
+            tokens: recorded.tokens,
+            outputs: &[recorded.loss],
+            gradients: &pairs,
+            is_summed: true,
+            windows: None,
+        };
+        let context = shard(&graph, &Sharing { axes, ranks, rank, shares }, &request).unwrap();
+        let pairs: Vec<(ValueId, ValueId)> = pairs.iter().map(|&(a, b)| (context.value(a), context.value(b))).collect();
+        let (axes, shares) = (Axes::TENSOR, Shares::Parameters { sequence: false });
+        let request = Request {
+            tokens: context.value(recorded.tokens),
+            outputs: &[context.value(recorded.loss)],
+            gradients: &pairs,
+            is_summed: false,
+            windows: None,
+        };
+        let tensor = shard(&context.graph, &Sharing { axes, ranks, rank, shares }, &request).unwrap();
+        for name in ["q", "k", "v", "o"] {
+            assert!(!tensor.windows[&format!("attention.{name}.weight")].is_whole(), "{name}, latent: {is_latent}");
+        }
+        let of_axes = |wanted: Axes| -> Vec<&'static str> {
+            let collectives = tensor.graph.nodes().iter().filter_map(|node| {
+                let collective = (&*node.op as &dyn Any).downcast_ref::<Collective>()?;
+                (collective.axes() == wanted).then(|| node.op.name())
+            });
+            collectives.collect()
+        };
+        // Keys and values in the forward and in the backward, and the gradients of values and of both parts of keys.
+        let sent = [["all_gather"; 4].as_slice(), &["reduce_scatter"; 3]].concat();
+        assert_eq!(of_axes(Axes::CONTEXT), sent, "latent: {is_latent}");
+        // Tensor ranks gather the statistics of the head, and add up the rest.
+        let gathers = of_axes(Axes::TENSOR).into_iter().filter(|&name| name != "all_reduce");
+        assert_eq!(gathers.collect::<Vec<_>>(), ["all_gather"], "latent: {is_latent}");
     }
 }
 
