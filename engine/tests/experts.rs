@@ -1,6 +1,6 @@
 //! Layers of experts compared with finite differences and f64 references: every kind of routing, forward and backward.
 
-use gapless_engine::nn::{Capacity, Choice, RouterConfig, Score};
+use gapless_engine::nn::{Capacity, Choice, ExpertRanks, RouterConfig, Score};
 use gapless_engine::ops::{
     Chooses, Combine, Dispatch, DocumentLoad, DropPolicy, Dropped, ExpertGroups, ExpertLoad, GroupedLinear, Jitter,
     Route, RoutedSwiGlu, SlotWeights, TopK,
@@ -212,7 +212,7 @@ fn routers() {
         let shapes: [&[usize]; 5] = [&[2, 6, 5], &[8, 5], &[8, 4, 5], &[8, 4, 5], &[8, 5, 4]];
         check(&shapes, &[], |x, _| {
             let routing = config.route(&x[0], &x[1], None, true)?;
-            let (rows, routed) = (routing.dispatch(&x[0])?, routing.exchange(1)?);
+            let (rows, routed) = (routing.dispatch(&x[0])?, routing.exchange(ExpertRanks::default())?);
             let (gate, up) = (routed.linear(&rows, &x[2])?, routed.linear(&rows, &x[3])?);
             let rows = routed.linear(&routed.swiglu(&gate, &up, &routing.row_weights()?)?, &x[4])?;
             let y = routing.combine(&rows)?.sqr()?.sum_all()?;

@@ -115,9 +115,9 @@ fn usual_disk() -> f64 {
 /// that connects them: the next and the previous rank of the pipeline, both neighbors in the rings that reduce gradients
 /// and gather parameters and in the ring of tensor ranks, and all other expert ranks.
 fn neighbors(mesh: Mesh) -> u64 {
-    let Mesh { expert, .. } = mesh;
+    let expert = mesh.size(mesh.experts());
     let in_ring = |axes| mesh.size(axes).saturating_sub(1).min(2);
-    let replicas = if expert > 1 { in_ring(Axes::REPLICAS) } else { 0 };
+    let replicas = if expert > 1 { in_ring(Axes::BATCH & !mesh.experts()) } else { 0 };
     // Copies of a sharded model reduce parts of gradients in a ring of their own.
     let copies = if mesh.shard > 1 { in_ring(Axes::BATCH & !Axes::SHARD) } else { 0 };
     let shards = in_ring(Axes::SHARD) + copies;

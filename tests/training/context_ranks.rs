@@ -3,7 +3,7 @@
 use gapless::engine::Numbers;
 use gapless::models::MoeStyle;
 use gapless::{Checkpoint, Mesh, Precision, StepOptions, Trainer};
-use gapless_testing::in_turn;
+use gapless_testing::{every_other, in_turn};
 
 use crate::common::{Kind, TinyRun};
 use crate::tensor_ranks::{BF16, case as case_on, close, lora, run, run_after, within};
@@ -39,6 +39,32 @@ fn context_ranks_train_as_one_rank_does() {
         for &(mesh, sequence_parallel) in in_turn(&cases, turn) {
             let what = format!("{kind:?} on {mesh:?}, sequence parallel: {sequence_parallel}");
             close(&run(&case(kind, mesh, sequence_parallel), STEPS), &alone, &what);
+        }
+    }
+}
+
+/// Each rank routes its own tokens and computes their experts, also if expert ranks share these. Losses, norms, loads and
+/// the gradient of each expert are those of one rank, with every kind of routing, and with packed documents.
+#[test]
+fn context_ranks_compute_the_experts_of_their_own_tokens() {
+    let meshes = [
+        (mesh(2), false),
+        (Mesh { expert: 2, ..mesh(2) }, false),
+        (mesh(4), false),
+        (Mesh { expert: 2, data: 2, ..mesh(2) }, false),
+        (Mesh { tensor: 2, expert: 2, ..mesh(2) }, true),
+        (Mesh { shard: 2, expert: 2, ..mesh(2) }, false),
+    ];
+    for (turn, kind) in Kind::MOE.into_iter().enumerate() {
+        for (index, (mesh, sequence_parallel)) in every_other(&meshes, turn).into_iter().enumerate() {
+            let documents = (turn + index).is_multiple_of(2);
+            let on = |mesh: Mesh, sequence_parallel| {
+                let mut case = case(kind, mesh, sequence_parallel);
+                case.options.step.documents = documents;
+                run(&case, STEPS)
+            };
+            let what = format!("{kind:?} on {mesh:?}, documents: {documents}");
+            close(&on(mesh, sequence_parallel), &on(Mesh::default(), false), &what);
         }
     }
 }

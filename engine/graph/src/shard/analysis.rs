@@ -105,7 +105,8 @@ impl Analysis {
 
     /// Chooses the leaves that `ranks` ranks divide: those that occur in parameters and in operations with a rule, none of
     /// which needs them whole; the ones with the largest parameters first. No operation and no parameter has two of them.
-    pub fn choose(&self, graph: &Graph, ranks: usize) -> Vec<Dim> {
+    /// If each of the ranks has other experts (`folds`), none divides those of a parameter that is an expert rank's share.
+    pub fn choose(&self, graph: &Graph, ranks: usize, folds: bool) -> Vec<Dim> {
         let mut bytes: BTreeMap<Dim, u64> = BTreeMap::new();
         let mut groups: Vec<&BTreeSet<Dim>> = Vec::new();
         let ruled = || self.nodes.iter().filter(|node| node.is_ruled);
@@ -119,6 +120,9 @@ impl Analysis {
             if matches!(graph.value(id).source, Source::Input { .. }) {
                 self.leaves[id.index()].iter().for_each(|leaf| _ = bytes.remove(leaf));
             }
+        }
+        for (id, _) in graph.persistent().filter(|&(id, _)| folds && !graph.window(id).is_whole()) {
+            self.leaves[id.index()].iter().for_each(|leaf| _ = bytes.remove(leaf));
         }
         for node in ruled() {
             node.whole.iter().for_each(|leaf| _ = bytes.remove(leaf));
