@@ -3,7 +3,7 @@
 use gapless_engine::nn::{Capacity, Choice, ExpertRanks, RouterConfig, Score};
 use gapless_engine::ops::{
     Chooses, Combine, Dispatch, DocumentLoad, DropPolicy, Dropped, ExpertGroups, ExpertLoad, GroupedLinear, Jitter,
-    Route, RoutedSwiGlu, SlotWeights, TopK,
+    Route, RouteKept, RoutedSwiGlu, SlotWeights, TopK,
 };
 use gapless_engine::{Result, Tensor, gradient_check};
 
@@ -36,6 +36,8 @@ fn rows_to_experts_and_back() {
     for capacity in [None, Some((2, DropPolicy::Last)), Some((100, DropPolicy::Last)), Some((1, DropPolicy::Last))] {
         check(&[&[2, TOKENS, 5]], &[(IDS_DIMS, &IDS)], |x, ids| {
             let [places, slots, _] = route(&ids[0], capacity, None)?;
+            let kept = RouteKept { experts: EXPERTS, chooses: Chooses::Tokens, rows: slots.dim(0)? };
+            let [places, slots, _] = Tensor::apply_op(kept, &[&places, &ids[0]])?;
             let [rows] = Tensor::apply_op(Dispatch, &[&x[0], &places, &slots])?;
             let [y] = Tensor::apply_op(Combine, &[&rows.sqr()?, &places, &slots])?;
             Ok(y)
