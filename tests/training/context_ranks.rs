@@ -129,25 +129,24 @@ fn context_ranks_have_equal_work() {
         let mut all = 0.0;
         for draw in 0..10 {
             let numbers = Numbers::from_seed(10 * turn as u64 + draw);
-            // For each token, the number of keys that it sees in its document.
-            let mut seen: Vec<usize> = Vec::new();
+            // For each token, the first token of its document.
+            let mut starts: Vec<u32> = Vec::new();
             for document in 0.. {
                 let length = 2f64.powf(5.0 + 7.5 * f64::from(numbers.uniform(document))) as usize;
-                seen.extend(1..=length.min(sequence - seen.len()));
-                if seen.len() == sequence {
+                let start = starts.len();
+                starts.extend(vec![start as u32; length.min(sequence - start)]);
+                if starts.len() == sequence {
                     break;
                 }
             }
-            let fullest = |documents: bool, seen: &[usize]| {
+            let fullest = |documents: bool, starts: &[u32]| {
                 let step = StepOptions { sequence, documents, mesh: mesh(ranks), ..StepOptions::default() };
-                let work = |rank| step.fold(rank).unwrap().ranges().flatten().map(|token| seen[token]).sum::<usize>();
-                let work: Vec<usize> = (0..ranks).map(work).collect();
-                *work.iter().max().unwrap() as f64 * ranks as f64 / work.iter().sum::<usize>() as f64
+                step.context_balance(starts).unwrap()
             };
-            let of_documents = fullest(true, &seen);
+            let of_documents = fullest(true, &starts);
             assert!(of_documents <= 1.15, "{of_documents} in {sequence} tokens on {ranks} ranks");
             all += of_documents;
-            assert_eq!(fullest(false, &(1..=sequence).collect::<Vec<_>>()), 1.0);
+            assert_eq!(fullest(false, &vec![0; sequence]), 1.0);
         }
         assert!(all / 10.0 <= 1.1, "{} on the average of {sequence} tokens on {ranks} ranks", all / 10.0);
     }

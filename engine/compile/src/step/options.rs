@@ -452,6 +452,22 @@ impl StepOptions {
         Fold::new(self.sequence, (self.mesh.context, rank), self.context_rounds())
     }
 
+    /// Returns the work of the fullest context rank over the mean of all, in scores that causal attention computes, for
+    /// sequences one after another. `starts` has for each token the place at which its document begins. Returns `None` if
+    /// the ranks cannot divide a sequence.
+    pub fn context_balance(&self, starts: &[u32]) -> Option<f64> {
+        let ranks = 0..self.mesh.context;
+        let work = ranks.map(|rank| {
+            let fold = self.fold(rank)?;
+            let of_sequence =
+                |starts: &[u32]| fold.ranges().flatten().map(|at| at as u64 + 1 - u64::from(starts[at])).sum::<u64>();
+            Some(starts.chunks_exact(self.sequence).map(of_sequence).sum())
+        });
+        let work = work.collect::<Option<Vec<u64>>>()?;
+        let (most, all) = (work.iter().max()?, work.iter().sum::<u64>());
+        (all > 0).then(|| *most as f64 * work.len() as f64 / all as f64)
+    }
+
     /// Returns the operations whose saved results are compressed or offloaded.
     pub fn stashing(&self) -> StorageOptions<'_> {
         StorageOptions { compress: &self.memory.compress, offload: &self.memory.offload }
