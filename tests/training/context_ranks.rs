@@ -1,12 +1,13 @@
 //! Sequences whose tokens are divided among ranks give the results of one rank.
 
 use gapless::engine::Numbers;
-use gapless::models::MoeStyle;
-use gapless::{Checkpoint, Mesh, Precision, StepOptions, Trainer};
+use gapless::models::{Llama, LlamaConfig, MoeStyle, Traits};
+use gapless::nn::Preference;
+use gapless::{Batch, Checkpoint, Mesh, Precision, StepOptions, Trainer};
 use gapless_testing::{every_other, in_turn};
 
 use crate::common::{Kind, TinyRun};
-use crate::tensor_ranks::{BF16, case as case_on, close, lora, run, run_after, within};
+use crate::tensor_ranks::{BF16, case as case_on, close, lora, options, run, run_after, step_of, within};
 
 const STEPS: u64 = 3;
 
@@ -74,8 +75,9 @@ fn context_ranks_compute_the_experts_of_their_own_tokens() {
 fn other_settings_combine_with_context_ranks() {
     type Setting = (&'static str, (f64, f64), fn(&mut StepOptions));
     let exact = (1e-5, 1e-3);
-    let settings: [Setting; 4] = [
+    let settings: [Setting; 5] = [
         ("packed documents", exact, |step| step.documents = true),
+        ("pairs of answers", exact, |step| (step.documents, step.preference) = (true, Some(Preference::default()))),
         ("adapters", exact, |step| lora(Kind::Llama, step)),
         ("mixed precision", (4.0 * BF16, f64::INFINITY), |step| step.precision = Precision::Bf16),
         ("recomputation of all layers", exact, |step| step.memory.recompute = "layers".parse().unwrap()),
@@ -89,6 +91,68 @@ fn other_settings_combine_with_context_ranks() {
         let alone = on(mesh(1), false);
         for (mesh, sequence_parallel) in [(mesh(2), false), (mesh(4), false), (Mesh { tensor: 2, ..mesh(2) }, true)] {
             within(&on(mesh, sequence_parallel), &alone, tolerance, &format!("{what} on {mesh:?}"));
+        }
+    }
+}
+
+/// Windows of attention begin inside, at and across the borders of chunks, and every rank adds sinks once.
+#[test]
+fn windows_and_sinks_combine_with_context_ranks() {
+    let tokens: Vec<u32> = (0..96).map(|i| i * i * 7 % 50).collect();
+    for (sliding_window, sinks) in [(Some(5), false), (Some(9), true), (None, true)] {
+        let traits = Box::new(Traits { sinks, ..Traits::default() });
+        let llama = LlamaConfig {
+            vocabulary: 50,
+            layers: 2,
+            heads: 4,
+            kv_heads: 2,
+            width: 48,
+            hidden: 80,
+            ..LlamaConfig::default()
+        };
+        let config = LlamaConfig { sliding_window, traits, ..llama };
+        let on = |mesh| {
+            let mut options = options(mesh, false, 4, 24);
+            options.step.keep_gradients = false;
+            step_of(|vb| Llama::new(&config, vb), &options, (&tokens, 2))
+        };
+        let alone = on(mesh(1));
+        for mesh in [mesh(2), mesh(4), Mesh { tensor: 2, ..mesh(2) }] {
+            close(&on(mesh), &alone, &format!("a window of {sliding_window:?}, sinks: {sinks}, on {mesh:?}"));
+        }
+    }
+}
+
+/// The losses of an evaluation and the log-likelihoods of answers are those of one rank.
+#[test]
+fn context_ranks_evaluate_as_one_rank_does() {
+    for (kind, pairs) in [(Kind::Gpt, false), (Kind::Moe(MoeStyle::Switch), false), (Kind::Llama, true)] {
+        let on = |mesh: Mesh| {
+            let mut case = case(kind, mesh, false);
+            if pairs {
+                (case.options.step.documents, case.options.step.preference) = (true, Some(Preference::default()));
+            }
+            let evaluate = |mut trainer: Trainer| {
+                let size = trainer.options().step.evaluation_batch() * trainer.options().step.sequence;
+                let (tokens, targets) = case.batch(3);
+                let starts = vec![0; if pairs { size } else { 0 }];
+                let batch = Batch { tokens: &tokens[..size], targets: &targets[..size], starts: &starts };
+                match pairs {
+                    true => trainer.log_likelihoods(&batch).unwrap(),
+                    false => vec![trainer.evaluate_batch(&batch).unwrap()],
+                }
+            };
+            if mesh.ranks().unwrap() == 1 { vec![evaluate(case.trainer())] } else { case.on_ranks(evaluate) }
+        };
+        let alone = on(mesh(1)).swap_remove(0);
+        for mesh in [mesh(2), mesh(4), Mesh { tensor: 2, ..mesh(2) }] {
+            for values in on(mesh) {
+                let is_close = |(a, b): (&f32, &f32)| (a - b).abs() <= 1e-5 * b.abs();
+                assert!(
+                    values.len() == alone.len() && values.iter().zip(&alone).all(is_close),
+                    "{kind:?} on {mesh:?}: {values:?} instead of {alone:?}"
+                );
+            }
         }
     }
 }

@@ -57,6 +57,39 @@ fn folded_experts_train_as_on_one_rank() {
     }
 }
 
+/// An evaluation of folded experts has the loss of one rank, and steps with all layers recomputed have the bits of steps
+/// without.
+#[test]
+fn folded_experts_are_evaluated_and_recomputed() {
+    for (turn, (mesh, sequence_parallel)) in meshes().into_iter().enumerate() {
+        let kind = Kind::MOE[turn % Kind::MOE.len()];
+        let parts = case(kind, mesh, sequence_parallel).options.step.parts();
+        let on = |mesh: Mesh, sequence_parallel, recompute: &str| {
+            let mut case = case(kind, mesh, sequence_parallel);
+            // All evaluate as many sequences.
+            case.options.step.micro_batches = parts / (mesh.data * mesh.shard * mesh.expert);
+            case.options.step.memory.recompute = recompute.parse().unwrap();
+            case.options.poison = true;
+            let each = |mut trainer: Trainer| {
+                let loss = case.step(&mut trainer).loss;
+                trainer.check_run().unwrap();
+                let size = trainer.options().step.evaluation_batch() * trainer.options().step.sequence;
+                let (tokens, targets) = case.batch(3);
+                [loss, case.step(&mut trainer).loss, trainer.evaluate(&tokens[..size], &targets[..size]).unwrap()]
+            };
+            if mesh.ranks().unwrap() == 1 { vec![each(case.trainer())] } else { case.on_ranks(each) }
+        };
+        let folded = on(mesh, sequence_parallel, "none");
+        assert_eq!(on(mesh, sequence_parallel, "layers"), folded, "{kind:?} on {mesh:?}");
+        let alone = on(Mesh::default(), false, "none").swap_remove(0);
+        for values in folded {
+            for (a, b) in values.into_iter().zip(alone) {
+                assert!((a - b).abs() <= 1e-5 * b.abs(), "{kind:?} on {mesh:?}: {a} instead of {b}");
+            }
+        }
+    }
+}
+
 /// Each rank holds whole experts: no rank has a part of the width of one.
 #[test]
 fn folded_ranks_hold_whole_experts() {
