@@ -31,7 +31,7 @@ pub struct Mesh {
     /// 2504.14960). With `["tensor"]`, a tensor rank holds whole experts, and not parts of the width of each. All axes but
     /// `pipeline` can be named.
     #[serde(skip_serializing_if = "Axes::is_empty")]
-    #[schemars(with = "Vec<Axis>")]
+    #[schemars(with = "Vec<Axis>", extend("default" = []))]
     pub fold: Axes,
 }
 

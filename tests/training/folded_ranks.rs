@@ -1,10 +1,16 @@
 //! Experts that ranks divide along other axes than the rest of the model give the results of one rank.
 
+use gapless::alloc::Role;
+use gapless::alloc::draw::Bytes;
+use gapless::engine::compile::{Buffer, InstrKind, compile};
+use gapless::engine::ops::Collective;
+use gapless::models::{LlamaConfig, Moe, MoeConfig};
+use gapless::nn::RouterConfig;
 use gapless::parallel::{Axes, Axis};
-use gapless::{Checkpoint, Mesh, Trainer};
+use gapless::{Checkpoint, Mesh, Precision, StepOptions, TrainOptions, Trainer};
 use gapless_testing::{every_other, in_turn};
 
-use crate::common::{Kind, TinyRun};
+use crate::common::{Kind, TinyRun, on_cpu};
 use crate::tensor_ranks::{case as case_on, close, run, run_after};
 
 const STEPS: u64 = 3;
@@ -128,6 +134,90 @@ fn checkpoints_go_from_and_to_folded_ranks() {
             close(&run_after(&case(kind, to, sequence_parallel), 1, resume, |_| {}), &next, &what);
         }
     }
+}
+
+/// Prints the table of docs/ranks.md.
+#[test]
+fn experts_keep_and_send_what_the_formulas_say() {
+    const EXPERTS: usize = 8;
+    const WIDTH: usize = 256;
+    const HIDDEN: usize = 512;
+    const LAYERS: usize = 4;
+    const TOP_K: usize = 2;
+    let llama = LlamaConfig {
+        vocabulary: 4096,
+        layers: LAYERS,
+        heads: 8,
+        kv_heads: 4,
+        width: WIDTH,
+        hidden: HIDDEN,
+        ..LlamaConfig::default()
+    };
+    let router = RouterConfig { experts: EXPERTS, top_k: TOP_K, ..RouterConfig::default() };
+    let config = MoeConfig { llama, router, expert_hidden: HIDDEN, ..MoeConfig::default() };
+    let one = Mesh::default();
+    let meshes = [
+        ("`expert = 4`", Mesh { expert: 4, ..one }),
+        ("`expert = 2`, `tensor = 2`", Mesh { expert: 2, tensor: 2, ..one }),
+        ("`data = 2`, `tensor = 2`, `fold = [\"data\", \"tensor\"]`", tensor_and_data()),
+        ("`expert = 2`, `tensor = 2`, `fold = [\"tensor\"]`", Mesh { expert: 2, tensor: 2, fold: Axes::TENSOR, ..one }),
+        ("`context = 4`, `fold = [\"context\"]`", Mesh { context: 4, fold: Axes::CONTEXT, ..one }),
+        ("`context = 2`, `expert = 2`", Mesh { context: 2, expert: 2, ..one }),
+    ];
+    let (batch, sequence) = (16, 256);
+    let mut lines = Vec::new();
+    for (name, mesh) in meshes {
+        let micro_batches = 4 / (mesh.data * mesh.expert);
+        let step = StepOptions {
+            batch,
+            sequence,
+            micro_batches,
+            mesh,
+            sequence_parallel: mesh.tensor > 1,
+            precision: Precision::Bf16,
+            ..on_cpu().step
+        };
+        let options = TrainOptions { threads: 1, step, ..on_cpu() };
+        let program = gapless::plan::program(|vb| Moe::new(&config, vb), &options, 0).unwrap();
+        let is_kept = |buffer: &&Buffer| {
+            matches!(buffer.label.role, Role::Parameter | Role::OptimizerState)
+                && buffer.label.tensor.contains(".experts.")
+        };
+        let kept: u64 = program.buffers.iter().filter(is_kept).map(|buffer| buffer.bytes).sum();
+        // Routed evenly, each rank receives as many rows as it sends.
+        let sent = program.instrs.iter().map(|instr| {
+            let InstrKind::Collective(collective @ Collective::AllToAllRows { .. }, _) = instr.kind else { return 0 };
+            let output = &instr.outputs[0];
+            let all = (output.layout.shape().elem_count() * output.dtype.size_in_bytes()) as u64;
+            let rows = program.buffers[output.buffer.index()].dynamic_rows.map_or(all, |counted| counted.balanced);
+            let ranks = mesh.size(collective.axes()) as u64;
+            rows / ranks * (ranks - 1)
+        });
+        let sent: u64 = sent.sum();
+        let holders = mesh.size(mesh.experts()) as f64;
+        let widths = if mesh.fold == Axes::NONE { mesh.tensor as f64 } else { 1.0 };
+        // Parameters of 2 bytes, and f32 masters and moments.
+        let kept_by_formula = (14 * LAYERS * 3 * EXPERTS * HIDDEN * WIDTH) as f64 / (holders * widths);
+        // Rows, their weights and results, and the gradients of these, in bf16. Tensor ranks that do not hold whole experts
+        // send the same rows.
+        let ranks_with_other_rows = (mesh.data * mesh.expert * mesh.context) as f64 * mesh.tensor as f64 / widths;
+        let rows = (batch * sequence * TOP_K) as f64 / ranks_with_other_rows;
+        let sent_by_formula = LAYERS as f64 * rows * (4 * WIDTH + 2) as f64 * 2.0 * (holders - 1.0) / holders;
+        for (what, found, formula) in [("kept", kept, kept_by_formula), ("sent", sent, sent_by_formula)] {
+            assert!((found as f64 / formula - 1.0).abs() < 0.01, "{name}: {found} bytes {what}, {formula} by formula");
+        }
+        let peak = compile(&[program], &options.step.planning()).unwrap().solution().height;
+        let [kept_by_formula, sent_by_formula] = [kept_by_formula, sent_by_formula].map(|bytes| Bytes(bytes as u64));
+        let line = format!(
+            "| {name} | {kept_by_formula} | {} | {} | {sent_by_formula} | {} |",
+            Bytes(kept),
+            Bytes(peak),
+            Bytes(sent)
+        );
+        println!("{line}");
+        lines.push(line);
+    }
+    lines.iter().for_each(|line| gapless_testing::assert_on_page("docs/ranks.md", line));
 }
 
 #[test]
