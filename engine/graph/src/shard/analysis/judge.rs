@@ -516,7 +516,7 @@ fn experts(judge: &mut Judge) -> Result<()> {
     for capacity in [None, Some((2, DropPolicy::Last))] {
         judge.check(shapes, &[CHOICES], |x, ids| {
             let route = Route { experts: EXPERTS, chooses: Chooses::Tokens, capacity };
-            let [places, slots, starts] = Tensor::apply_op(route, &[&ids[0]])?;
+            let [places, slots, _] = Tensor::apply_op(route, &[&ids[0]])?;
             let kept = RouteKept { experts: EXPERTS, chooses: Chooses::Tokens, rows: slots.dim(0)? };
             let [places, slots, starts] = Tensor::apply_op(kept, &[&places, &ids[0]])?;
             let linear = |x: &Tensor, weight: &Tensor| {
