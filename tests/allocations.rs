@@ -10,25 +10,33 @@ use std::sync::{Arc, Barrier};
 use common::{Kind, TinyRun};
 use gapless::alloc::arena::ArenaReport;
 use gapless::engine::optim::{AdamW8bit, GaLore, Optimizer};
-use gapless::models::MoeStyle;
+use gapless::models::{Gpt, GptConfig, MoeStyle};
+use gapless::parallel::Axes;
 use gapless::{
-    DType, GenerateOptions, Generation, Mesh, NextToken, Overflow, ParameterGroup, Reserve, Sampling, UpdateOptions,
+    Checkpoint, DType, GenerateOptions, Generation, Mesh, NextToken, Overflow, ParameterGroup, Reserve, Sampling,
+    StepOptions, TrainOptions, Trainer, UpdateOptions, communicator,
 };
 use gapless_testing::{few, not_checked, only_test};
 
 struct Counting;
 
 static ALLOCATIONS: AtomicU64 = AtomicU64::new(0);
+/// Bytes that are allocated at the moment, and the most since a test has set it to them. Arenas are not on the heap.
+static LIVE: AtomicU64 = AtomicU64::new(0);
+static MOST: AtomicU64 = AtomicU64::new(0);
 
 // SAFETY: every call is passed on to the system allocator, which upholds the contract of `GlobalAlloc`.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
+        let bytes = layout.size() as u64;
+        MOST.fetch_max(LIVE.fetch_add(bytes, Ordering::Relaxed) + bytes, Ordering::Relaxed);
         // SAFETY: the caller upholds the contract of `alloc`.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn dealloc(&self, ptr: *mut u8, layout: Layout) {
+        LIVE.fetch_sub(layout.size() as u64, Ordering::Relaxed);
         // SAFETY: the caller upholds the contract of `dealloc`.
         unsafe { System.dealloc(ptr, layout) }
     }
@@ -47,6 +55,7 @@ fn main() {
         what_an_update_does_beside_its_rule();
         what_waits_otherwise_than_as_it_is();
         several_ranks();
+        saving_and_resuming();
         rows_without_room();
     });
 }
@@ -132,6 +141,8 @@ fn several_ranks() {
         (Kind::Moe(MoeStyle::Mixtral), experts),
         (Kind::Moe(MoeStyle::Switch), experts),
         (Kind::Moe(MoeStyle::Qwen), Mesh { pipeline: 2, ..experts }),
+        (Kind::Moe(MoeStyle::Qwen), Mesh { context: 2, ..experts }),
+        (Kind::Moe(MoeStyle::Switch), Mesh { tensor: 2, fold: Axes::TENSOR, ..Mesh::default() }),
     ] {
         let mut run = TinyRun { kind, ..TinyRun::default() };
         run.options.threads = 1;
@@ -140,11 +151,60 @@ fn several_ranks() {
         let (counts, reports) = allocations_on_ranks(&run);
         for report in reports {
             let served = report.map(|report| report.requests);
-            assert_eq!(served > Some(0), mesh.expert > 1, "{kind:?} on {mesh:?}: rows are given room: {served:?}");
+            assert_eq!(
+                served > Some(0),
+                mesh.size(mesh.experts()) > 1,
+                "{kind:?} on {mesh:?}: rows are given room: {served:?}"
+            );
         }
         assert!(counts.iter().all(|&count| count == 0), "{kind:?} on {mesh:?}: {counts:?} heap allocations");
     }
 }
+
+/// Ranks save and resume in blocks: they take less than 2 MiB of the heap each, however large the parts are that they hold, and none
+/// for tensors. The arenas stay as planned.
+fn saving_and_resuming() {
+    let config =
+        GptConfig { vocabulary: 12_000, sequence: 32, layers: 2, heads: 4, width: 256, ..GptConfig::default() };
+    let dir = tempfile::tempdir().unwrap();
+    let one = Mesh::default();
+    let (shard, tensor, hybrid) =
+        (Mesh { shard: 2, ..one }, Mesh { tensor: 2, ..one }, Mesh { data: 2, shard: 2, ..one });
+    for (mesh, is_resumed) in [(shard, false), (shard, true), (tensor, true), (hybrid, true)] {
+        let ranks = mesh.ranks().unwrap();
+        let together = Barrier::new(ranks);
+        let held = communicator::on_threads(ranks, |world| {
+            let step = StepOptions { batch: 8, sequence: 32, mesh, ..common::on_cpu().step };
+            let options = TrainOptions { threads: 1, step, ..common::on_cpu() };
+            let mut trainer = Trainer::builder(|vb| Gpt::new(&config, vb), options).distributed(world).build()?;
+            let tokens: Vec<u32> = (0..8 * 32).map(|i| i % 12_000).collect();
+            trainer.step(&tokens, &tokens)?;
+            let before = trainer.report().arena_bytes;
+            together.wait();
+            let live = LIVE.load(Ordering::Relaxed);
+            MOST.store(live, Ordering::Relaxed);
+            together.wait();
+            if is_resumed {
+                let checkpoint = Checkpoint::latest(dir.path())?.expect("one was saved");
+                trainer.resume(&checkpoint)?;
+            } else {
+                trainer.save(dir.path(), serde_json::Value::Null)?;
+            }
+            together.wait();
+            let most = MOST.load(Ordering::Relaxed);
+            together.wait();
+            assert_eq!(trainer.report().arena_bytes, before, "{mesh:?}: the arena is as planned");
+            Ok((most - live, trainer.report().parameters * 12 / (ranks / mesh.data) as u64))
+        });
+        for (bytes, part) in held.unwrap() {
+            println!("{mesh:?}, resumed: {is_resumed}: {bytes} bytes of the heap, {part} bytes of tensors per rank");
+            assert!(part > 20 * MIB, "{part} bytes are too few to be told from blocks");
+            assert!(bytes < 2 * MIB * ranks as u64, "{mesh:?}, resumed: {is_resumed}: {bytes} bytes of the heap");
+        }
+    }
+}
+
+const MIB: u64 = 1 << 20;
 
 /// Counts the heap allocations of the steps after the first ten.
 fn allocations_of_steps(run: &TinyRun) -> u64 {

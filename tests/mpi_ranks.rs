@@ -23,6 +23,7 @@ mod jobs {
     use gapless::communicator::{self, Communicator};
     use gapless::engine::checkpoint::Checkpoint;
     use gapless::models::MoeStyle;
+    use gapless::parallel::Axes;
     use gapless::run::{Console, RunConfig, Start, train};
     use gapless::{Mesh, Overflow, Pipeline, Reserve};
     use gapless_testing::{not_checked, only_test};
@@ -72,6 +73,16 @@ mod jobs {
         run
     }
 
+    /// Creates a run on tensor and data ranks that all hold different experts.
+    fn folded(ranks: usize, style: MoeStyle) -> TinyRun {
+        let mut run = experts(1, 1, style);
+        let (data, fold) = (ranks / 2, Axes::DATA | Axes::TENSOR);
+        run.options.step.mesh = Mesh { data, tensor: 2, fold, ..Mesh::default() };
+        run.options.step.micro_batches = 4 / data;
+        run.options.step.sequence_parallel = true;
+        run
+    }
+
     /// Creates a run on expert ranks whose reserve is half of the rows of even routing.
     fn without_room(ranks: usize, style: MoeStyle, overflow: Overflow) -> TinyRun {
         let mut run = experts(ranks, 1, style);
@@ -106,6 +117,7 @@ mod jobs {
             ("rows that are let go", Some((_, style))) => without_room(ranks, style, Overflow::Recompute),
             ("an arena that grows", Some((_, style))) => without_room(ranks, style, Overflow::Grow),
             ("stages of experts", Some((_, style))) => experts(ranks, 2, style),
+            ("folded experts", Some((_, style))) => folded(ranks, style),
             ("tensors", _) => tensors(ranks, name),
             _ => run(ranks, name),
         };
@@ -182,16 +194,21 @@ mod jobs {
     fn judge_experts(ranks: usize) {
         for (name, style) in STYLES {
             let alone = experts(1, 1, style).steps(STEPS);
-            for (stages, job) in
-                [(1, "experts"), (2, "stages of experts"), (1, "rows that are let go"), (1, "an arena that grows")]
-            {
+            for (stages, job) in [
+                (1, "experts"),
+                (2, "stages of experts"),
+                (1, "folded experts"),
+                (1, "rows that are let go"),
+                (1, "an arena that grows"),
+            ] {
                 if ranks / stages == 1 {
                     continue;
                 }
-                let threads = experts(ranks, stages, style).on_ranks(|mut trainer| {
-                    let run = experts(ranks, stages, style);
-                    run.go_on(&mut trainer, STEPS)
-                });
+                let run = match job {
+                    "folded experts" => folded(ranks, style),
+                    _ => experts(ranks, stages, style),
+                };
+                let threads = run.on_ranks(|mut trainer| run.go_on(&mut trainer, STEPS));
                 let (threads, what) = (&threads[0], format!("{name}, {job}, on {ranks} processes"));
                 let output = mpirun(ranks, job, name, &std::env::temp_dir());
                 assert!(output.status.success(), "{what}: {}", said(&output));

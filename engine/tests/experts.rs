@@ -1,9 +1,9 @@
 //! Layers of experts compared with finite differences and f64 references: every kind of routing, forward and backward.
 
-use gapless_engine::nn::{Capacity, Choice, RouterConfig, Score};
+use gapless_engine::nn::{Capacity, Choice, ExpertRanks, RouterConfig, Score};
 use gapless_engine::ops::{
     Chooses, Combine, Dispatch, DocumentLoad, DropPolicy, Dropped, ExpertGroups, ExpertLoad, GroupedLinear, Jitter,
-    Route, RoutedSwiGlu, SlotWeights, TopK,
+    Route, RouteKept, RoutedSwiGlu, SlotWeights, TopK,
 };
 use gapless_engine::{Result, Tensor, gradient_check};
 
@@ -36,6 +36,8 @@ fn rows_to_experts_and_back() {
     for capacity in [None, Some((2, DropPolicy::Last)), Some((100, DropPolicy::Last)), Some((1, DropPolicy::Last))] {
         check(&[&[2, TOKENS, 5]], &[(IDS_DIMS, &IDS)], |x, ids| {
             let [places, slots, _] = route(&ids[0], capacity, None)?;
+            let kept = RouteKept { experts: EXPERTS, chooses: Chooses::Tokens, rows: slots.dim(0)? };
+            let [places, slots, _] = Tensor::apply_op(kept, &[&places, &ids[0]])?;
             let [rows] = Tensor::apply_op(Dispatch, &[&x[0], &places, &slots])?;
             let [y] = Tensor::apply_op(Combine, &[&rows.sqr()?, &places, &slots])?;
             Ok(y)
@@ -212,7 +214,7 @@ fn routers() {
         let shapes: [&[usize]; 5] = [&[2, 6, 5], &[8, 5], &[8, 4, 5], &[8, 4, 5], &[8, 5, 4]];
         check(&shapes, &[], |x, _| {
             let routing = config.route(&x[0], &x[1], None, true)?;
-            let (rows, routed) = (routing.dispatch(&x[0])?, routing.exchange(1)?);
+            let (rows, routed) = (routing.dispatch(&x[0])?, routing.exchange(ExpertRanks::default())?);
             let (gate, up) = (routed.linear(&rows, &x[2])?, routed.linear(&rows, &x[3])?);
             let rows = routed.linear(&routed.swiglu(&gate, &up, &routing.row_weights()?)?, &x[4])?;
             let y = routing.combine(&rows)?.sqr()?.sum_all()?;

@@ -27,6 +27,12 @@ pub struct Mesh {
     pub context: usize,
     /// The number of ranks that share the tensors of a layer.
     pub tensor: usize,
+    /// Axes along which ranks divide the experts of a layer, in addition to `expert` (parallel folding, Liu et al., arXiv
+    /// 2504.14960). With `["tensor"]`, a tensor rank holds whole experts, and not parts of the width of each. All axes but
+    /// `pipeline` can be named.
+    #[serde(skip_serializing_if = "Axes::is_empty")]
+    #[schemars(with = "Vec<Axis>", extend("default" = []))]
+    pub fold: Axes,
 }
 
 /// A rank's place in a [`Mesh`].
@@ -48,7 +54,8 @@ pub struct Coordinate {
 
 /// An axis of a [`Mesh`]. The order of the variants is that of the numbering of ranks: along the last axis, ranks have
 /// adjacent numbers.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
 pub enum Axis {
     /// [`Mesh::data`].
     Data,
@@ -76,7 +83,8 @@ pub enum Axis {
 /// // The ranks that share the batch of stage 1 are 2, 3, 8 and 9. Rank 8 is the third of them.
 /// assert_eq!((mesh.size(Axes::BATCH), mesh.index(at, Axes::BATCH), mesh.color(at, Axes::BATCH)), (4, 2, 1));
 /// ```
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, Serialize, Deserialize)]
+#[serde(from = "Vec<Axis>", into = "Vec<Axis>")]
 pub struct Axes(u8);
 
 impl Axis {
@@ -92,10 +100,12 @@ impl Axes {
     pub const PIPELINE: Self = Self::of(&[Axis::Pipeline]);
     /// The ranks that hold the same stages and that process different tokens of the batch.
     pub const BATCH: Self = Self::of(&[Axis::Data, Axis::Shard, Axis::Expert, Axis::Context]);
-    /// The ranks among which the experts of one copy of the model are divided.
-    pub const EXPERTS: Self = Self::of(&[Axis::Expert]);
-    /// The ranks that hold the same experts and that process different tokens of the batch.
-    pub const REPLICAS: Self = Self::of(&[Axis::Data, Axis::Shard, Axis::Context]);
+    /// The ranks that process different sequences of the batch.
+    pub const SEQUENCES: Self = Self::of(&[Axis::Data, Axis::Shard, Axis::Expert]);
+    /// The ranks of [`Mesh::expert`].
+    pub const EXPERT: Self = Self::of(&[Axis::Expert]);
+    /// The ranks of [`Mesh::data`].
+    pub const DATA: Self = Self::of(&[Axis::Data]);
     /// The ranks that divide the tokens of sequences.
     pub const CONTEXT: Self = Self::of(&[Axis::Context]);
     /// The ranks that divide gradients, optimizer states and parameters.
@@ -118,6 +128,11 @@ impl Axes {
         (0..=Self::ALL.0).map(Self)
     }
 
+    /// Returns whether the set has no axis.
+    pub fn is_empty(&self) -> bool {
+        *self == Self::NONE
+    }
+
     /// Returns whether the set has this axis.
     pub const fn contains(self, axis: Axis) -> bool {
         (self.0 >> axis as u8) & 1 == 1
@@ -126,6 +141,18 @@ impl Axes {
     /// Returns the axes of the set, in the order of [`Axis`].
     pub fn iter(self) -> impl Iterator<Item = Axis> {
         Axis::ALL.into_iter().filter(move |&axis| self.contains(axis))
+    }
+}
+
+impl From<Vec<Axis>> for Axes {
+    fn from(axes: Vec<Axis>) -> Self {
+        Self::of(&axes)
+    }
+}
+
+impl From<Axes> for Vec<Axis> {
+    fn from(axes: Axes) -> Self {
+        axes.iter().collect()
     }
 }
 
@@ -179,7 +206,7 @@ impl Coordinate {
 impl Default for Mesh {
     /// Returns a mesh of one rank, which does everything.
     fn default() -> Self {
-        Self { data: 1, pipeline: 1, shard: 1, expert: 1, context: 1, tensor: 1 }
+        Self { data: 1, pipeline: 1, shard: 1, expert: 1, context: 1, tensor: 1, fold: Axes::NONE }
     }
 }
 
@@ -194,7 +221,7 @@ impl Mesh {
     /// # Errors
     /// Returns [`Error::Mesh`] if an extent is 0 or the number of ranks overflows.
     pub fn ranks(&self) -> Result<usize, Error> {
-        let Self { data, pipeline, shard, expert, context, tensor } = *self;
+        let Self { data, pipeline, shard, expert, context, tensor, fold: _ } = *self;
         let ranks = Axis::ALL.into_iter().try_fold(1, |ranks: usize, axis| ranks.checked_mul(self.extent(axis)));
         ranks.filter(|&ranks| ranks > 0).ok_or(Error::Mesh { data, pipeline, shard, expert, context, tensor })
     }
@@ -225,6 +252,12 @@ impl Mesh {
     /// ranks, it has one index more than the first.
     pub fn fullest(&self, pipeline: usize) -> usize {
         self.rank(Coordinate { pipeline, tensor: self.tensor.saturating_sub(1), ..Coordinate::default() })
+    }
+
+    /// Returns the axes along which ranks divide the experts of a layer: the ranks of a group hold different experts, and
+    /// exchange the rows of their tokens.
+    pub fn experts(&self) -> Axes {
+        Axes::EXPERT | self.fold
     }
 
     /// Returns the number of ranks in each group along these axes.
@@ -264,7 +297,7 @@ mod tests {
         for [data, pipeline, shard, expert, context, tensor] in
             [[1; 6], [2, 3, 1, 4, 1, 1], [4, 1, 1, 2, 1, 1], [1, 5, 1, 1, 1, 1], [2, 3, 2, 2, 3, 4], [1, 1, 3, 1, 2, 3]]
         {
-            let mesh = Mesh { data, pipeline, shard, expert, context, tensor };
+            let mesh = Mesh { data, pipeline, shard, expert, context, tensor, ..Mesh::default() };
             for rank in 0..mesh.ranks().unwrap() {
                 let at = mesh.coordinate(rank);
                 assert!(Axis::ALL.into_iter().all(|axis| at.along(axis) < mesh.extent(axis)));
@@ -282,7 +315,7 @@ mod tests {
     /// The groups along each set of axes, found by comparing coordinates.
     #[test]
     fn ranks_of_a_group_differ_along_its_axes_only() {
-        let mesh = Mesh { data: 2, pipeline: 3, shard: 2, expert: 2, context: 3, tensor: 2 };
+        let mesh = Mesh { data: 2, pipeline: 3, shard: 2, expert: 2, context: 3, tensor: 2, ..Mesh::default() };
         let all: Vec<Coordinate> = (0..mesh.ranks().unwrap()).map(|rank| mesh.coordinate(rank)).collect();
         for axes in Axes::sets() {
             for &at in &all {
@@ -302,7 +335,11 @@ mod tests {
     #[test]
     fn sets_of_axes() {
         assert_eq!(Axes::sets().count(), 64);
-        assert_eq!(Axes::BATCH, Axes::EXPERTS | Axes::REPLICAS);
+        let mesh = Mesh { fold: Axes::TENSOR | Axes::DATA, ..Mesh::default() };
+        assert_eq!(mesh.experts(), Axes::of(&[Axis::Data, Axis::Expert, Axis::Tensor]));
+        let text = serde_json::to_string(&mesh).unwrap();
+        assert!(text.ends_with(r#""fold":["data","tensor"]}"#), "{text}");
+        assert_eq!(serde_json::from_str::<Mesh>(&text).unwrap(), mesh);
         assert_eq!(!Axes::BATCH, Axes::of(&[Axis::Tensor, Axis::Pipeline]));
         assert_eq!(!Axes::NONE, Axes::ALL);
         assert_eq!(format!("{:?} {:?}", Axes::BATCH, Axes::NONE), "{Data, Shard, Expert, Context} {}");

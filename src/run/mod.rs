@@ -61,6 +61,7 @@ pub use fit::{CallbackResult, Ended, TrainingLoop, TrainingOutcome, sample, vali
 pub use folder::RunFolder;
 pub use guard::GuardConfig;
 pub use measure::{EvaluationBatch, WindowLoss, validation_loss};
+pub use plan::ContextBalance;
 pub use references::{References, validation_rewards};
 pub use report::{Report, ReportError, ReportServer, RunRecord};
 use saved::say_changes;

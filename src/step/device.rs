@@ -118,22 +118,22 @@ fn usual_disk() -> f64 {
 fn neighbors(mesh: Mesh) -> u64 {
     let in_ring = |axes| mesh.size(axes).saturating_sub(1).min(2);
     let in_rings: usize = rings(mesh).map(in_ring).sum();
-    (in_ring(Axes::PIPELINE) + in_rings + mesh.expert.saturating_sub(1)) as u64
+    (in_ring(Axes::PIPELINE) + in_rings + mesh.size(mesh.experts()).saturating_sub(1)) as u64
 }
 
 /// Returns the sets of axes along which ranks of this mesh reduce or gather values in rings.
 fn rings(mesh: Mesh) -> impl Iterator<Item = Axes> {
     let has = move |axes: Axes| mesh.size(axes) > 1;
+    let experts = mesh.experts();
     let batch = [
         (Axes::BATCH, true),
         (Axes::SHARD, true),
         // Copies of a sharded model, and copies of experts, reduce parts of gradients.
         (Axes::BATCH & !Axes::SHARD, has(Axes::SHARD)),
-        (Axes::REPLICAS, has(Axes::EXPERTS)),
+        (Axes::BATCH & !experts, has(experts)),
     ];
     // The norm gathers what each rank has of parameters that tensor ranks divide and that other ranks divide further.
-    let joint =
-        [Axes::BATCH, Axes::SHARD, Axes::EXPERTS].map(|axes| (axes | Axes::TENSOR, has(axes) && has(Axes::TENSOR)));
+    let joint = [Axes::BATCH, Axes::SHARD, experts].map(|axes| (axes | Axes::TENSOR, has(axes) && has(Axes::TENSOR)));
     let own = [(Axes::TENSOR, true), (Axes::CONTEXT, true)];
     batch.into_iter().chain(joint).chain(own).filter(move |&(axes, is_used)| is_used && has(axes)).map(|(axes, _)| axes)
 }

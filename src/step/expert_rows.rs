@@ -10,7 +10,7 @@ use gapless_engine::compile::step::StepGraph;
 use gapless_engine::graph::{Numbers, Place};
 use gapless_engine::nn::Choice;
 use gapless_models::hf::Architecture;
-use gapless_parallel::StageId;
+use gapless_parallel::{Axes, StageId};
 
 use super::Step;
 use crate::run::ExpertLoad;
@@ -51,10 +51,13 @@ impl Step {
             return None;
         }
         let options = &self.options;
-        let ranks = options.mesh.expert.max(1);
-        let tokens = (options.evaluation_batch() * options.sequence * ranks) as u64;
+        let ranks = options.expert_ranks().max(1);
+        // Tensor and context ranks among them divide the same sequences.
+        let mesh = options.mesh;
+        let sequences = (options.evaluation_batch() * mesh.size(mesh.experts() & Axes::SEQUENCES)) as u64;
+        let divided = mesh.size(!mesh.experts() & Axes::CONTEXT) as u64;
+        let tokens = sequences * options.sequence as u64 / divided;
         let (top_k, experts) = (moe.router.top_k as u64, moe.router.experts);
-        let sequences = (options.evaluation_batch() * ranks) as u64;
         let capacity =
             moe.router.capacity(options.sequence).map_or(tokens, |(of_sequence, _)| sequences * of_sequence as u64);
         let tokens = Tokens { load: self.expert_load.clone(), tokens, top_k, experts, capacity };

@@ -710,6 +710,30 @@ fn an_expert_rank_is_planned_with_its_reserve() {
     assert!(number(&worst, "arena_bytes") < 240 << 30, "{worst}");
 }
 
+/// The work of the fullest context rank is printed: it is the mean without documents, and at most 1.1 times the mean on
+/// documents of mixed lengths.
+#[test]
+fn the_balance_of_context_ranks_is_printed() {
+    let folder = tempfile::tempdir().unwrap();
+    // Documents of 32 to 2,000 bytes, each of which is a token.
+    let document = |i: usize| format!("{{\"text\": \"{}\"}}\n", "abc ".repeat(8 + i * i * 37 % 493));
+    fs::write(folder.path().join("mixed.jsonl"), (0..200).map(document).collect::<String>()).unwrap();
+    let plan = |more: &[&str]| {
+        let step = ["plan", "--model", "small", "--batch", "4", "--sequence", "4096", "--context-ranks", "4", "--json"];
+        let mut command = Command::new(env!("CARGO_BIN_EXE_gapless"));
+        let output = command.args(step).args(more).current_dir(folder.path()).output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        let planned: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+        let balance = &planned["context_balance"];
+        (balance["one_text"].as_f64().unwrap(), balance["documents"].as_f64())
+    };
+    assert_eq!(plan(&[]), (1.0, None));
+    let documents = "data = { path = \"mixed.jsonl\", isolate_documents = true, vocabulary = 256 }";
+    let (one_text, documents) = plan(&["--set", documents]);
+    let documents = documents.unwrap();
+    assert!(one_text >= 1.0 && (1.0..1.1).contains(&documents), "{one_text} {documents}");
+}
+
 #[test]
 fn a_folder_of_weights_plans_as_a_trainer_of_it_does() {
     let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/evidence/hf/models/mixtral_bf16/checkpoint");

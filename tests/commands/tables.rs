@@ -120,6 +120,11 @@ const TABLES: &[(&str, &str, Source)] = &[
         "| ranks | sequence parallelism",
         Compared("tests/training/tensor_reports.rs", "activations_of_a_layer_follow_from_the_papers_formula"),
     ),
+    (
+        "docs/ranks.md",
+        "| ranks of `[mesh]` | kept",
+        Compared("tests/training/folded_ranks.rs", "experts_keep_and_send_what_the_formulas_say"),
+    ),
     ("docs/optimizers.md", "| optimizer | states", Stated("tests/training/optimizers.rs")),
     ("docs/optimizers.md", "| singular values", Stated("engine/graph/src/optim/subspace.rs")),
     ("docs/optimizers.md", "| step | AdamW", Printed("gapless train", "src/bin/gapless/train.rs", Measured)),

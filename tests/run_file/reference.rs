@@ -59,6 +59,9 @@ impl Reference {
             let kind = if resolved["properties"].is_object() {
                 below.push((path.clone(), resolved.clone(), name.map(str::to_owned)));
                 format!("[table](#{})", anchor(&path))
+            } else if let Some(words) = self.resolved(&resolved["items"]).0["oneOf"].as_array() {
+                meaning += &self.variants(&path, words, &mut below);
+                "array of these".to_owned()
             } else if let (items, Some(name)) = self.resolved(&resolved["items"]) {
                 below.push((path.clone(), items.clone(), Some(name.to_owned())));
                 format!("array of [tables](#{})", anchor(&path))

@@ -7,7 +7,9 @@ use gapless::engine::checkpoint::Checkpoint;
 use gapless::engine::compile::Error as CompileError;
 use gapless::engine::ops::{DropPolicy, ExpertGroups};
 use gapless::models::{LlamaConfig, Moe, MoeConfig};
-use gapless::nn::{Capacity, Choice, Embedding, Experts, Module, Router, RouterConfig, Score, VarBuilder, embedding};
+use gapless::nn::{
+    Capacity, Choice, Embedding, ExpertRanks, Experts, Module, Router, RouterConfig, Score, VarBuilder, embedding,
+};
 use gapless::parallel;
 use gapless::{
     MemoryOptions, Mesh, Model, Pipeline, Recompute, StepOptions, Tensor, TrainError, TrainOptions, Trainer,
@@ -380,7 +382,7 @@ impl Model for Mismatched {
     fn forward(&self, tokens: &Tensor, train: bool) -> gapless::Result<Tensor> {
         let x = self.embed.forward(tokens)?;
         let routing = self.gate.forward(&x, train)?;
-        let exchange = routing.exchange(self.ranks)?;
+        let exchange = routing.exchange(ExpertRanks { ranks: self.ranks, ..ExpertRanks::default() })?;
         let echo = routing.combine(&exchange.send_back(&exchange.receive(&routing.dispatch(&x)?)?)?)?;
         self.experts.forward(&x, &routing)?.add(&echo)?.linear(self.embed.embeddings(), None)
     }

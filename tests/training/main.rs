@@ -12,6 +12,7 @@ mod context_ranks;
 mod determinism;
 mod documents;
 mod expert_ranks;
+mod folded_ranks;
 mod generate;
 mod learning;
 mod live_bytes;

@@ -5,7 +5,7 @@ use gapless::communicator;
 use gapless::engine::compile::Error as CompileError;
 use gapless::engine::runtime::Error as RuntimeError;
 use gapless::models::Moe;
-use gapless::parallel::Coordinate;
+use gapless::parallel::Axes;
 use gapless::{
     MemoryOptions, Mesh, Overflow, Pipeline, Recompute, Reserve, StepOptions, TrainError, TrainOptions, Trainer,
     parallel,
@@ -71,10 +71,20 @@ fn same_bits(seen: &[Seen], expected: &[Seen], what: &str) {
     }
 }
 
-/// Meshes with expert ranks alone, with pipeline stages, with data ranks, and with tensor ranks.
-fn meshes() -> [Mesh; 5] {
+/// Meshes with expert ranks alone, with pipeline stages, with data ranks, with tensor ranks, with context ranks, and with
+/// experts that are folded over tensor and data ranks, and over context ranks.
+fn meshes() -> [Mesh; 8] {
     let experts_on = |data, pipeline, tensor| Mesh { data, pipeline, tensor, ..experts(2) };
-    [experts(2), experts(4), experts_on(1, 2, 1), experts_on(2, 1, 1), experts_on(1, 1, 2)]
+    [
+        experts(2),
+        experts(4),
+        experts_on(1, 2, 1),
+        experts_on(2, 1, 1),
+        experts_on(1, 1, 2),
+        Mesh { context: 2, ..experts(2) },
+        Mesh { data: 2, tensor: 2, fold: Axes::DATA | Axes::TENSOR, ..Mesh::default() },
+        Mesh { context: 2, fold: Axes::CONTEXT, ..experts(2) },
+    ]
 }
 
 /// Returns options for this mesh, with `micro_batches` as in [`options`].
@@ -101,8 +111,11 @@ fn uneven_cases() -> impl Iterator<Item = Case> {
 #[test]
 fn growing_changes_no_bit_and_lasts() {
     let balanced = |factor| Reserve::Balanced { factor };
-    let [two, four, pipeline, copies, tensor] = meshes();
+    let [two, four, pipeline, copies, tensor, context, folded, folded_context] = meshes();
     let all = [
+        (folded, balanced(0.7)),
+        (context, balanced(0.7)),
+        (folded_context, balanced(0.7)),
         (tensor, balanced(0.7)),
         (two, Reserve::Bytes(0)),
         (pipeline, balanced(0.7)),
@@ -151,8 +164,11 @@ fn grows_as_it_must(case: &Case, seen: &Seen, what: &str) {
 /// with other recomputation, in pipelines, and with data ranks. No arena ever overflows.
 #[test]
 fn evicted_rows_are_recomputed_with_the_same_bits() {
-    let [two, four, pipeline, copies, tensor] = meshes();
+    let [two, four, pipeline, copies, tensor, context, folded, folded_context] = meshes();
     let all = [
+        (folded, 0.5, "none"),
+        (context, 0.5, "layers"),
+        (folded_context, 0.5, "none"),
         (tensor, 0.5, "none"),
         (two, 1.0, "layers"),
         (pipeline, 0.5, "none"),
@@ -185,7 +201,8 @@ fn evicted_rows_are_recomputed_with_the_same_bits() {
                 assert_eq!((report.overflows, report.growths), (0, 0), "{what}");
                 assert_eq!(seen.arena_bytes[0], seen.arena_bytes[1], "{what}");
                 // All ranks that share the experts of a layer evict the same rows.
-                let first = mesh.rank(Coordinate { expert: 0, ..mesh.coordinate(rank) });
+                let group = |rank| mesh.color(mesh.coordinate(rank), mesh.experts());
+                let first = (0..rank).find(|&other| group(other) == group(rank)).unwrap_or(rank);
                 assert_eq!(report.evicted, last(&again[first]).evicted, "{what}");
                 assert!(report.evicted <= all, "{what}");
             }

@@ -436,6 +436,8 @@ fn stages_keep_and_send_what_the_formulas_say() {
         ("`mesh.shard = 4`, `zero_stage = 2`", mesh(1, 4, 1), 2),
         ("`mesh.shard = 4`", mesh(1, 4, 1), 3),
         ("`mesh.data = 2`, `mesh.shard = 2`", mesh(2, 2, 1), 3),
+        ("`mesh.context = 4`", Mesh { context: 4, ..Mesh::default() }, 3),
+        ("`mesh.context = 2`, `mesh.shard = 2`", Mesh { context: 2, ..mesh(1, 2, 1) }, 3),
     ];
     let planned = |mesh: Mesh, zero_stage| {
         let sizes = StepOptions { batch: of_all, micro_batches, sequence: 256, ..on_cpu().step };
@@ -451,7 +453,10 @@ fn stages_keep_and_send_what_the_formulas_say() {
         let [sent, kept] = sent_and_kept(&program, mesh);
         let peak = compile(&[program], &planning).unwrap().solution().height;
         // Parameters of 2 bytes, and f32 masters and moments. Gradients are summed in f32.
-        let (data, shard, ranks) = (mesh.data as f64, mesh.shard as f64, (mesh.data * mesh.shard) as f64);
+        let (shard, context) = (mesh.shard as f64, mesh.context as f64);
+        // Context ranks have copies of the model, like data ranks.
+        let copies = mesh.data as f64 * context;
+        let ranks = copies * shard;
         let gathered = if zero_stage == 3 { shard } else { 1.0 };
         let kept_by_formula = parameters * (2.0 / gathered + 12.0 / ranks);
         let ring = |ranks: f64| (ranks - 1.0) / ranks;
@@ -460,8 +465,12 @@ fn stages_keep_and_send_what_the_formulas_say() {
         let summed = 4.0 * micro_batches * (parameters + table);
         let gathers = micro_batches * 2.0 * (2.0 * parameters - table);
         let filled = if zero_stage == 3 { gathers } else { 2.0 * parameters };
-        let of_copies = (4.0 + 2.0) * parameters / gathered * ring(data);
-        let sent_by_formula = (summed + filled) * ring(shard) + of_copies;
+        let of_copies = (4.0 + 2.0) * parameters / gathered * ring(copies);
+        // Keys and values of 12 layers, whose heads have 768 elements together: gathered twice in bf16, and their gradients
+        // summed in f32.
+        let tokens = of_all as f64 * 256.0 / (mesh.data as f64 * shard);
+        let keys_and_values = 12.0 * 2.0 * (2.0 + 2.0 + 4.0) * tokens * 768.0 * ring(context);
+        let sent_by_formula = (summed + filled) * ring(shard) + of_copies + keys_and_values;
         for (what, found, formula) in [("kept", kept, kept_by_formula), ("sent", sent, sent_by_formula)] {
             assert!((found as f64 / formula - 1.0).abs() < 0.01, "{name}: {found} bytes {what}, {formula} by formula");
         }

@@ -115,7 +115,7 @@ impl Case {
 
     fn rows(&mut self, starts: [Spec; 2], rows: usize, ranks: usize) {
         let collective =
-            Collective::AllToAllRows { axes: Axes::EXPERTS, ranks, rows, receives_dynamic_rows: false, balanced: 1 };
+            Collective::AllToAllRows { axes: Axes::EXPERT, ranks, rows, receives_dynamic_rows: false, balanced: 1 };
         let [sent, received] = starts;
         self.collective(collective, &[Spec::f32((8, 4)), sent, received], Spec::f32((8, 4)));
     }
@@ -291,7 +291,7 @@ const UNSOUND: [Change; 60] = [
         );
     }),
     ("do not fit this kind", |case| {
-        case.collective(Collective::AllToAll { axes: Axes::EXPERTS, ranks: 2 }, &[Spec::f32(8)], Spec::f32(16));
+        case.collective(Collective::AllToAll { axes: Axes::EXPERT, ranks: 2 }, &[Spec::f32(8)], Spec::f32(16));
     }),
     ("do not fit this kind", |case| {
         let bytes = Spec { shape: 3.into(), dtype: DType::U8 };

@@ -120,6 +120,12 @@ pub trait Op: Any + fmt::Debug + Send + Sync {
         None
     }
 
+    /// Returns the operation on the rows of a rank's own tokens, if `ranks` ranks divide the tokens among themselves and this
+    /// one holds the number of rows under balanced routing.
+    fn on_rows_of(&self, _ranks: usize) -> Option<Arc<dyn Op>> {
+        None
+    }
+
     /// Returns the operation that computes statistics of a part which this one needs of all parts, and the number of this
     /// one's first inputs that it reads. Ranks that hold parts gather the statistics. The operation that
     /// [`Self::on_parts`] returns then has one more input, the last one: the statistics of all ranks in the order of their

@@ -211,10 +211,10 @@ mod tests {
     /// Every rank of a group receives the numbers of its members, in the order of ranks.
     #[test]
     fn communicators_have_the_ranks_of_their_groups() {
-        let mesh = Mesh { data: 2, pipeline: 2, shard: 2, expert: 2, context: 2, tensor: 2 };
+        let mesh = Mesh { data: 2, pipeline: 2, shard: 2, expert: 2, context: 2, tensor: 2, ..Mesh::default() };
         let tensor = Axes::of(&[Axis::Tensor]);
         let sets =
-            BTreeSet::from([Axes::NONE, Axes::BATCH, Axes::SHARD, Axes::EXPERTS, Axes::REPLICAS, tensor, Axes::ALL]);
+            BTreeSet::from([Axes::NONE, Axes::BATCH, Axes::SHARD, Axes::EXPERT, !Axes::EXPERT, tensor, Axes::ALL]);
         let ranks = mesh.ranks().unwrap();
         let gathered = on_threads(ranks, |mut world| {
             let rank = world.rank() as u8;

@@ -131,10 +131,11 @@ impl RunConfig {
             gapless_engine::Error::Config { why, remedy, .. } => ConfigError::value(self.model.key(), why, remedy),
             error => ConfigError::value(self.model.key(), error, "correct it"),
         })?;
-        let ranks = self.mesh.expert;
+        let ranks = self.mesh.size(self.mesh.experts());
         if ranks > 1 && experts.is_none_or(|experts| !experts.is_multiple_of(ranks)) {
             let why = format!("{ranks} ranks cannot share {} experts equally", experts.unwrap_or(0));
-            return fail("mesh.expert", why, "choose a divisor of the router's experts, or 1 for a model without");
+            let key = if self.mesh.expert > 1 { "mesh.expert" } else { "mesh.fold" };
+            return fail(key, why, "let a divisor of the router's experts share them, or one rank for a model without");
         }
         Ok(())
     }

@@ -7,7 +7,7 @@ use super::{ConfigError, ModelConfig};
 
 /// Short names and their keys. A flag of the command is a short name with dashes: `--micro-batches 4` means
 /// `--set step.micro_batches=4`.
-pub const NAMES: [(&str, &str); 37] = [
+pub const NAMES: [(&str, &str); 38] = [
     ("model", "model"),
     ("batch", "step.batch"),
     ("micro_batches", "step.micro_batches"),
@@ -20,6 +20,7 @@ pub const NAMES: [(&str, &str); 37] = [
     ("expert_ranks", "mesh.expert"),
     ("tensor_ranks", "mesh.tensor"),
     ("context_ranks", "mesh.context"),
+    ("fold", "mesh.fold"),
     ("zero_stage", "step.zero_stage"),
     ("prefetch", "step.prefetch"),
     ("reductions", "step.reductions"),

@@ -208,7 +208,7 @@ impl Step {
             micro_batches: self.options.micro_batches,
             stages: self.options.mesh.pipeline * self.options.pipeline.chunks,
             data_ranks: self.options.mesh.data as u64,
-            expert_ranks: self.options.mesh.expert as u64,
+            expert_ranks: self.options.expert_ranks() as u64,
         }
     }
 

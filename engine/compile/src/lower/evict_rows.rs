@@ -45,6 +45,8 @@ pub(super) struct EvictableRows {
     rematerialized: BTreeSet<NodeId>,
     /// Other roots that the recomputation computes and reads. They are not kept.
     temporaries: BTreeSet<ValueId>,
+    /// The axes of the ranks that take part in the recomputation: they must come to the same decision.
+    axes: Axes,
 }
 
 impl Evicted {
@@ -90,6 +92,7 @@ impl EvictableRows {
             if !self.rematerialized.insert(maker) {
                 continue;
             }
+            self.axes = self.axes | Collective::of(graph.node(maker)).map_or(Axes::NONE, Collective::axes);
             for input in graph.node(maker).inputs.iter().map(|&input| graph.value(input).root) {
                 let is_there = self.roots.contains(&input) || variant.is_rematerialized(input) || saved.is_read(input);
                 if !is_there
@@ -126,15 +129,15 @@ impl Lowerer<'_> {
     pub(super) fn emit_vote(&mut self, node: &Node, micro_batch: u32) {
         let Some(count) = self.program.instrs.last().and_then(|instr| instr.defines_count) else { return };
         let offsets = node.outputs[0];
-        if self.rows_of(offsets, micro_batch).is_none() {
-            return;
-        }
+        let Some(&EvictableRows { axes, .. }) = self.rows_of(offsets, micro_batch) else { return };
+        let exchanged = node.inputs.iter().filter_map(|&input| Collective::of(self.lowering.graph.producer(input)?));
+        let axes = exchanged.fold(axes, |axes, exchange| axes | exchange.axes());
         let tensor = format!("{}/no room for rows of micro-batch {micro_batch}", node.layer);
         let label = Label { tensor, op: "offer".into(), layer: node.layer.to_string(), role: Role::Communication };
         let buffer = self.program.add(size_of::<f32>() as u64, label, BufferKind::Temporary);
         let flag = Operand::scalar(buffer);
         let request = self.program.add_request();
-        let sum = InstrKind::Collective(Collective::AllReduce { axes: Axes::EXPERTS }, request);
+        let sum = InstrKind::Collective(Collective::AllReduce { axes }, request);
         let summed = Operand { overwritten_by: Some(0), ..flag.clone() };
         for (work, inputs, outputs) in [
             (InstrKind::Vote(count), vec![], vec![flag.clone()]),

@@ -53,12 +53,12 @@ impl Generation {
             let why = "batch, window or chunk is 0";
             return Err(Error::config("generation", why, "set each to at least 1"));
         }
-        if ranks.mesh.pipeline > 1 || ranks.mesh.expert > 1 {
+        if ranks.mesh.pipeline > 1 || ranks.expert_ranks().ranks > 1 {
             let why = "pipeline ranks and expert ranks have no caches";
             return Err(Error::config(
                 "generation",
                 why,
-                "use one pipeline rank and one expert rank, or leave generation out",
+                "use one pipeline rank and one expert rank without mesh.fold, or leave generation out",
             ));
         }
         Ok(())

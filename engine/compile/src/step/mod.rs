@@ -156,7 +156,7 @@ pub fn compile_step(
     let train = step.lower(ranks, target, &recomputation)?;
     let programs: Vec<Program> = [train, evaluate, logits].into_iter().chain(generation).collect();
     programs.iter().for_each(|program| dump("compile", program));
-    if ranks.mesh.pipeline > 1 || ranks.mesh.expert > 1 || ranks.mesh.tensor > 1 {
+    if ranks.mesh.pipeline > 1 || ranks.expert_ranks().ranks > 1 || ranks.mesh.tensor > 1 {
         expect_same_parameters(&programs)?;
     }
     // Lifetimes, the plan, its check, and addresses.

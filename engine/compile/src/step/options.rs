@@ -11,7 +11,7 @@ use gapless_alloc::arena::Reserve;
 use gapless_graph::nn::{Preference, Trainable, names};
 use gapless_graph::optim::{AdamW, Optimizer, ParameterInfo};
 use gapless_kernels::{Fold, LossTerms};
-use gapless_parallel::{Mesh, Rates};
+use gapless_parallel::{Axis, Mesh, Rates};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
@@ -353,6 +353,11 @@ impl StepOptions {
         [data, shard, expert].into_iter().fold(self.micro_batches, usize::saturating_mul)
     }
 
+    /// Returns the number of ranks that divide the experts of a layer.
+    pub fn expert_ranks(&self) -> usize {
+        self.mesh.size(self.mesh.experts())
+    }
+
     /// Returns the update rule of a parameter. If the model itself sets a rule for the parameter, that rule takes
     /// precedence.
     pub fn rule_of(&self, parameter: &str) -> &Arc<dyn Optimizer> {
@@ -392,7 +397,7 @@ impl StepOptions {
             ),
             (has_large_states, "an optimizer with smaller states (optimizer.name = \"adamw8bit\" or \"lion\")"),
             (
-                self.mesh.expert > 1 && matches!(self.memory.routing, Reserve::Worst),
+                self.expert_ranks() > 1 && matches!(self.memory.routing, Reserve::Worst),
                 "a smaller reserve for the rows that expert ranks receive (memory.routing = 1.25)",
             ),
             (
@@ -421,7 +426,7 @@ impl StepOptions {
     /// Returns the caches for generation. Returns `None` if no caches are set, or if the mesh has several pipeline or
     /// expert ranks.
     pub fn caches(&self) -> Option<&Generation> {
-        let is_supported = self.mesh.context == 1 && self.mesh.pipeline == 1 && self.mesh.expert == 1;
+        let is_supported = self.mesh.context == 1 && self.mesh.pipeline == 1 && self.expert_ranks() == 1;
         self.generation.as_ref().filter(|_| is_supported)
     }
 
@@ -447,6 +452,22 @@ impl StepOptions {
         Fold::new(self.sequence, (self.mesh.context, rank), self.context_rounds())
     }
 
+    /// Returns the work of the fullest context rank over the mean of all, in scores that causal attention computes, for
+    /// sequences one after another. `starts` has for each token the place at which its document begins. Returns `None` if
+    /// the ranks cannot divide a sequence.
+    pub fn context_balance(&self, starts: &[u32]) -> Option<f64> {
+        let ranks = 0..self.mesh.context;
+        let work = ranks.map(|rank| {
+            let fold = self.fold(rank)?;
+            let of_sequence =
+                |starts: &[u32]| fold.ranges().flatten().map(|at| at as u64 + 1 - u64::from(starts[at])).sum::<u64>();
+            Some(starts.chunks_exact(self.sequence).map(of_sequence).sum())
+        });
+        let work = work.collect::<Option<Vec<u64>>>()?;
+        let (most, all) = (work.iter().max()?, work.iter().sum::<u64>());
+        (all > 0).then(|| *most as f64 * work.len() as f64 / all as f64)
+    }
+
     /// Returns the operations whose saved results are compressed or offloaded.
     pub fn stashing(&self) -> StorageOptions<'_> {
         StorageOptions { compress: &self.memory.compress, offload: &self.memory.offload }
@@ -469,10 +490,6 @@ impl StepOptions {
     pub fn check(&self) -> Result<()> {
         self.check_values()?;
         let Self { batch, micro_batches, sequence, mesh, memory, .. } = self;
-        if mesh.context > 1 && mesh.expert > 1 {
-            let why = format!("is {}, with {} expert ranks", mesh.context, mesh.expert);
-            return Err(Error::config("mesh.context", why, "set mesh.expert to 1, or mesh.context to 1"));
-        }
         if mesh.context > 1 && self.fold(0).is_none() {
             let why =
                 format!("is {}, but twice as many ranks do not divide sequences of {sequence} tokens", mesh.context);
@@ -549,6 +566,10 @@ impl StepOptions {
                 0 => Error::config(key, "is 0", "set it to at least 1"),
                 _ => Error::config(key, format!("is {extent}, above the maximum of {most}"), "choose a smaller value"),
             });
+        }
+        if mesh.fold.contains(Axis::Pipeline) {
+            let why = "pipeline ranks have different layers";
+            return Err(Error::config("mesh.fold", why, "name data, shard, context or tensor"));
         }
         if ![2, 3].contains(&self.zero_stage) {
             let why = format!("is {}", self.zero_stage);

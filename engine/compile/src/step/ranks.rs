@@ -4,6 +4,7 @@ use std::borrow::Cow;
 use std::fmt;
 use std::sync::Arc;
 
+use gapless_graph::nn::ExpertRanks;
 use gapless_parallel::{Action, Coordinate, Kind, Mesh, OneForwardOneBackward, Schedule, Shape, StageId, by_name};
 use schemars::{JsonSchema, Schema, SchemaGenerator};
 use serde::{Deserialize, Serialize};
@@ -143,6 +144,12 @@ impl RankPlan {
             ));
         }
         Ok(Self { mesh, at: mesh.coordinate(rank), stages, table })
+    }
+
+    /// Returns the ranks that divide the experts of a layer, and this one among them.
+    pub fn expert_ranks(&self) -> ExpertRanks {
+        let axes = self.mesh.experts();
+        ExpertRanks { axes, ranks: self.mesh.size(axes), rank: self.mesh.index(self.at, axes) }
     }
 
     /// Returns a table of actions with only the forward of one micro-batch.

@@ -33,6 +33,8 @@ pub(super) struct Held {
     pub windows: BTreeMap<String, Window>,
     /// For each persistent tensor of the forward, the axes of the mesh along which each rank holds another part.
     axes: BTreeMap<String, Axes>,
+    /// The parameters of experts, of which each expert rank holds a share.
+    shares: BTreeSet<String>,
     /// The tensors whose gradients, and in stage 3 also whose elements, shard ranks divide.
     pub divided: BTreeSet<String>,
 }
@@ -43,18 +45,28 @@ impl Held {
         self.axes.get(name).copied().unwrap_or(Axes::NONE)
     }
 
+    /// Returns whether a persistent tensor is an expert rank's share.
+    pub fn is_share(&self, name: &str) -> bool {
+        self.shares.contains(name)
+    }
+
     /// Determines the axes along which ranks hold parts of the persistent tensors of a graph, before shard ranks divide
-    /// them.
-    fn find_axes(&mut self, graph: &Graph) {
+    /// them. Along `experts`, ranks divide the experts of a layer.
+    fn find_axes(&mut self, graph: &Graph, experts: Axes) {
         let axes = |(id, name): (ValueId, &str)| {
             let (window, local) = (graph.window(id), self.windows.get(name));
             let of_tensor = if local.is_some_and(|local| !local.is_whole()) { Axes::TENSOR } else { Axes::NONE };
             // The tensor that tensor ranks divide is an expert rank's share.
             let share = local.map_or(window.dims(), |local| local.whole_dims().to_vec());
-            let of_experts = if share == window.whole_dims() { Axes::NONE } else { Axes::EXPERTS };
-            (name.to_owned(), of_tensor | of_experts)
+            let is_share = share != window.whole_dims();
+            (name.to_owned(), of_tensor | if is_share { experts } else { Axes::NONE }, is_share)
         };
-        self.axes = graph.persistent().map(axes).collect();
+        for (name, axes, is_share) in graph.persistent().map(axes) {
+            if is_share {
+                self.shares.insert(name.clone());
+            }
+            self.axes.insert(name, axes);
+        }
     }
 }
 
@@ -162,7 +174,7 @@ impl TrainStep {
             self.replace(|id| sharded.value(id));
             self.held.windows = sharded.windows;
         }
-        self.held.find_axes(&self.trace.lock());
+        self.held.find_axes(&self.trace.lock(), ranks.mesh.experts());
         if let Some(sharing) = ranks.full_sharing(options) {
             self.held.divided = self.divided(options, ranks, sharing.ranks);
             let sharded = self.trace.fully_shard(&sharing, &self.held.divided, &self.pairs())?;
@@ -188,6 +200,8 @@ impl TrainStep {
             .collect();
         let is_read = |name: &str| held.stages.contains_key(name);
         let grain = |name: &str| grains.get(name).copied().unwrap_or(is_read(name).then_some(1));
+        // Shard ranks that hold different experts have nothing to gather.
+        let grain = |name: &str| grain(name).filter(|_| held.axes(name) & Axes::SHARD == Axes::NONE);
         trace.divisible(ranks, |name| plan.mesh.size(held.axes(name)), grain)
     }
 
@@ -304,7 +318,7 @@ impl Trace {
         is_training: bool,
     ) -> Result<(Self, Box<dyn Model + 'a>)> {
         let graph = Arc::new(Mutex::new(Graph::default()));
-        let vb = VarBuilder::new(&graph, options.precision.dtype()).with_expert_ranks(plan.mesh.expert, plan.at.expert);
+        let vb = VarBuilder::new(&graph, options.precision.dtype()).with_expert_ranks(plan.expert_ranks());
         let model = build(vb.with_trainable(&options.trainable).with_training(is_training))?;
         options.trainable.check_model(&lock(&graph))?;
         let spec = Spec { shape: extents.into(), dtype: DType::U32 };

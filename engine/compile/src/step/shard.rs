@@ -25,6 +25,7 @@ impl RankPlan {
             ranks: self.mesh.size(axes),
             rank: self.mesh.index(self.at, axes),
             shares,
+            folds: axes & self.mesh.fold == axes,
         };
         shares.map(sharing).into_iter().filter(|sharing| sharing.ranks > 1)
     }

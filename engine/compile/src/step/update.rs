@@ -20,7 +20,7 @@ use gapless_graph::optim::{
 };
 use gapless_graph::{Error, Result};
 use gapless_graph::{LossPart, Place, Spec, Tensor, ValueId, Window};
-use gapless_parallel::{Axes, Axis, Coordinate, Mesh, StageId};
+use gapless_parallel::{Axes, Coordinate, Mesh, StageId};
 
 use super::record::{Held, Trace};
 use super::{LIMITS_INPUT, RankPlan, StepOptions};
@@ -364,7 +364,7 @@ impl Update<'_> {
         let is_even = window.elements() * self.plan.mesh.size(held) == info.elements();
         let divides = |grain: usize| is_even && window.elements().is_multiple_of(ranks.saturating_mul(grain));
         let is_large = window.elements() / ranks >= SMALLEST_PART;
-        let is_split = divided != Axes::NONE || held.contains(Axis::Expert);
+        let is_split = divided != Axes::NONE || self.held.is_share(name);
         if ranks > 1 && !is_split && is_large && grain.is_some_and(divides) {
             let [sum] = Tensor::apply_op(Collective::ReduceScatter { axes: batch, ranks }, &[gradient])?;
             return Ok((sum, part));

@@ -34,7 +34,7 @@ pub use preference::{Answer, PairLoss, Preference, Rewards};
 pub use quantize::{Quantize, QuantizedFormat, QuantizedRounding};
 pub use sequential::{Sequential, seq};
 pub use trainable::{Lora, LoraInit, Trainable, names};
-pub use var_builder::VarBuilder;
+pub use var_builder::{ExpertRanks, VarBuilder};
 
 use crate::error::Result;
 use crate::tensor::Tensor;

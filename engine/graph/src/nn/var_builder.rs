@@ -5,12 +5,31 @@ use std::sync::{Arc, Mutex};
 
 use candle_core::{DType, Shape};
 use gapless_kernels::{Spec, Window};
+use gapless_parallel::Axes;
 
 use super::{Init, Lora, Quantize, Trainable};
 use crate::error::{Error, Result};
 use crate::graph::{Graph, ValueId, lock};
 use crate::optim::Optimizer;
 use crate::tensor::{Device, Tensor};
+
+/// The ranks that divide the experts of a layer, and one of them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ExpertRanks {
+    /// The axes of the mesh along which these ranks lie.
+    pub axes: Axes,
+    /// Number of ranks.
+    pub ranks: usize,
+    /// Index of this rank.
+    pub rank: usize,
+}
+
+impl Default for ExpertRanks {
+    /// Returns a single rank, which has all experts.
+    fn default() -> Self {
+        Self { axes: Axes::EXPERT, ranks: 1, rank: 0 }
+    }
+}
 
 /// A builder that declares parameters under a path, like candle's: `vb.pp("h").pp(3).get((4, 4), "weight")` declares
 /// `h.3.weight`.
@@ -19,7 +38,7 @@ pub struct VarBuilder {
     graph: Device,
     path: String,
     dtype: DType,
-    expert_ranks: (usize, usize),
+    expert_ranks: ExpertRanks,
     trainable: Arc<Trainable>,
     is_training: bool,
     /// True if weights under this path are never quantized.
@@ -36,7 +55,7 @@ impl VarBuilder {
             graph: Device::of(graph),
             path: String::new(),
             dtype,
-            expert_ranks: (1, 0),
+            expert_ranks: ExpertRanks::default(),
             trainable,
             is_training: true,
             is_unquantized: false,
@@ -80,14 +99,15 @@ impl VarBuilder {
         self.is_training
     }
 
-    /// Sets the number of ranks that share the experts, and this rank's index among them.
-    pub fn with_expert_ranks(self, ranks: usize, rank: usize) -> Self {
-        Self { expert_ranks: (ranks, rank), ..self }
+    /// Sets the ranks that divide the experts of a layer.
+    #[must_use]
+    pub fn with_expert_ranks(self, expert_ranks: ExpertRanks) -> Self {
+        Self { expert_ranks, ..self }
     }
 
-    /// Number of ranks that share the experts; see [`Mesh::expert`](gapless_parallel::Mesh::expert).
-    pub fn expert_ranks(&self) -> usize {
-        self.expert_ranks.0
+    /// Returns the ranks that divide the experts of a layer; see [`Mesh::experts`](gapless_parallel::Mesh::experts).
+    pub fn expert_ranks(&self) -> ExpertRanks {
+        self.expert_ranks
     }
 
     /// Declares a parameter [experts, ..] of which each expert rank holds an equal share [experts ÷ ranks, ..]. The
@@ -98,7 +118,7 @@ impl VarBuilder {
     /// this name is already declared with another shape.
     pub fn get_share(&self, shape: impl Into<Shape>, name: &str) -> Result<Tensor> {
         let whole = Spec { shape: shape.into(), dtype: self.dtype };
-        let (ranks, rank) = self.expert_ranks;
+        let ExpertRanks { ranks, rank, .. } = self.expert_ranks;
         let Some(experts) = whole.dims().first().copied().filter(|experts| experts.is_multiple_of(ranks)) else {
             let why = format!("{ranks} expert ranks cannot share {:?} of {:?} equally", whole.dims(), self.full(name));
             return Err(Error::config("mesh.expert", why, "choose a divisor of the number of experts"));

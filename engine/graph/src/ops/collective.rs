@@ -1,10 +1,11 @@
 //! Collectives between ranks that are not stages of one pipeline: sums, gathers, and the exchange of routed rows.
 
 use std::any::Any;
+use std::sync::Arc;
 
 use gapless_communicator as communicator;
-use gapless_kernels::Spec;
 use gapless_kernels::cpu::Args;
+use gapless_kernels::{Spec, Window};
 use gapless_parallel::Axes;
 
 use crate::error::Result;
@@ -158,6 +159,26 @@ impl Op for Collective {
                 Some(Rule::labels("R * -> (*)"))
             }
             Self::AllToAllRows { .. } => Some(Rule::labels("R w, S, T -> Q w")),
+            _ => None,
+        }
+    }
+
+    fn on_parts(&self, _: &[Window], outputs: &[Window]) -> Option<Arc<dyn Op>> {
+        match *self {
+            Self::AllToAllRows { axes, ranks, receives_dynamic_rows, balanced, .. } => {
+                let rows = outputs[0].dims()[0];
+                Some(Arc::new(Self::AllToAllRows { axes, ranks, rows, receives_dynamic_rows, balanced }))
+            }
+            _ => None,
+        }
+    }
+
+    fn on_rows_of(&self, token_ranks: usize) -> Option<Arc<dyn Op>> {
+        match *self {
+            Self::AllToAllRows { axes, ranks, rows, receives_dynamic_rows, balanced } => {
+                let balanced = balanced.div_ceil(token_ranks);
+                Some(Arc::new(Self::AllToAllRows { axes, ranks, rows, receives_dynamic_rows, balanced }))
+            }
             _ => None,
         }
     }

@@ -126,9 +126,13 @@ impl Analysis {
 
     /// Chooses the splits that `ranks` ranks make: of leaves that occur in parameters and in operations with a rule, none of
     /// which needs them whole; the ones with the largest parameters first. No operation and no parameter has two of them.
-    pub fn choose(&self, graph: &Graph, ranks: usize) -> Vec<Split> {
+    /// If each of the ranks has other experts (`folds`), none divides those of a parameter that is an expert rank's share.
+    pub fn choose(&self, graph: &Graph, ranks: usize, folds: bool) -> Vec<Split> {
         let mut free: BTreeSet<Dim> = self.leaves_of_parameters(graph);
         for id in graph.value_ids().filter(|&id| matches!(graph.value(id).source, Source::Input { .. })) {
+            free.retain(|leaf| !self.leaves[id.index()].contains(leaf));
+        }
+        for (id, _) in graph.persistent().filter(|&(id, _)| folds && !graph.window(id).is_whole()) {
             free.retain(|leaf| !self.leaves[id.index()].contains(leaf));
         }
         let ruled = || self.nodes.iter().filter(|node| node.is_ruled);

@@ -63,6 +63,8 @@ pub enum Part {
     },
     /// Some tokens of a sequence.
     Fold(Fold),
+    /// At most this many rows of the rank's own tokens.
+    Own(usize),
 }
 
 /// The leaves that ranks divide among themselves, and a rank's part of each.
@@ -280,6 +282,7 @@ impl Dims {
                 match parts.get(&dim) {
                     Some(&Part::Range { of, index }) => vec![extent * index / of..extent * (index + 1) / of],
                     Some(Part::Fold(fold)) => fold.ranges().collect(),
+                    Some(&Part::Own(rows)) => vec![0..rows],
                     None => vec![0..extent],
                 }
             }

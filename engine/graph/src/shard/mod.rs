@@ -15,10 +15,16 @@
 //! Context ranks hold whole parameters and have rows of everything. Attention runs on a rank's queries and on all keys,
 //! which are gathered (Llama 3, arXiv 2407.21783, section 3.3.2). The gradients of parameters stay summands, because the
 //! ranks that share the batch are added up in any case.
+//!
+//! Experts get the rows of a rank's *own* tokens, if context ranks divide tokens, or if ranks that divide tensors also
+//! divide the experts. How many rows these are is known only when the step runs, and rows of several ranks are no parts of
+//! one tensor. So own values never move: an operation that reads one runs on it, until rows become tokens again, or a sum
+//! (`own.rs`).
 
 mod analysis;
 mod dims;
 mod fully;
+mod own;
 mod rule;
 #[cfg(test)]
 mod tests;
@@ -54,6 +60,8 @@ pub struct Sharing {
     pub rank: usize,
     /// The tensors that they divide.
     pub shares: Shares,
+    /// Whether each of these ranks has other experts ([`Mesh::fold`](gapless_parallel::Mesh::fold)).
+    pub folds: bool,
 }
 
 impl Sharing {
@@ -137,6 +145,22 @@ struct State {
     cut: Option<usize>,
     /// Whether the value is the sum over the ranks.
     is_summand: bool,
+    /// Whether the value is made of rows of the rank's own tokens, or belongs to the rank's own experts.
+    is_own: bool,
+}
+
+impl State {
+    fn part(id: ValueId, cut: Option<usize>) -> Self {
+        Self { id, cut, is_summand: false, is_own: false }
+    }
+
+    fn summand(id: ValueId) -> Self {
+        Self { is_summand: true, ..Self::part(id, None) }
+    }
+
+    fn own(id: ValueId) -> Self {
+        Self { is_own: true, ..Self::part(id, None) }
+    }
 }
 
 struct Pass<'a> {
@@ -148,6 +172,12 @@ struct Pass<'a> {
     cuts: Vec<Vec<Parts>>,
     /// The cut of tokens into rows, if ranks divide them.
     rows: Option<usize>,
+    /// Whether operations that treat each token on its own run on rows. If not, only experts do.
+    is_sequence: bool,
+    /// Each rank's parts of the dimensions that count rows of experts.
+    own: Vec<Parts>,
+    /// The maximum number of rows of the rank's own tokens, by the offsets of their runs.
+    sent: HashMap<ValueId, usize>,
     states: HashMap<ValueId, State>,
     /// The first form of each value.
     first: HashMap<ValueId, ValueId>,
@@ -175,7 +205,7 @@ impl<'a> Pass<'a> {
         let mut analysis = Analysis::new(old, &pairs);
         let chosen = match request.windows {
             _ if sharing.divides_tokens() => Vec::new(),
-            None => analysis.choose(old, ranks),
+            None => analysis.choose(old, ranks, sharing.folds),
             Some(windows) => analysis.choose_as(old, (ranks, sharing.rank), windows).map_err(|name| {
                 let why = format!("{name:?} is split in the training step in a way that this program cannot read");
                 Error::config("tensor ranks", why, "use one tensor rank")
@@ -183,7 +213,8 @@ impl<'a> Pass<'a> {
         };
         let of_split = |split: &Split| (0..ranks).map(|rank| split.parts(rank)).collect();
         let mut cuts: Vec<Vec<Parts>> = chosen.iter().map(of_split).collect();
-        let has_rows = shares != Shares::Parameters { sequence: false };
+        let is_sequence = shares != Shares::Parameters { sequence: false };
+        let has_rows = is_sequence || sharing.folds && old.nodes().iter().any(|node| own::routes(&*node.op));
         let rows =
             has_rows.then(|| (0..ranks).map(|rank| rows(&analysis, request.tokens, ranks, rank, shares)).collect());
         let rows = rows.transpose()?.map(|rows| {
@@ -201,6 +232,9 @@ impl<'a> Pass<'a> {
             analysis,
             cuts,
             rows,
+            is_sequence,
+            own: vec![Parts::new(); ranks],
+            sent: HashMap::new(),
             states: HashMap::new(),
             first: HashMap::new(),
             readers,
@@ -247,7 +281,7 @@ impl<'a> Pass<'a> {
                     (self.new.add_data(own, value.spec.in_shape(window.dims())), cut)
                 }
             };
-            self.set(id, State { id: new, cut, is_summand: false });
+            self.set(id, State::part(new, cut));
         }
         Ok(())
     }
@@ -255,6 +289,11 @@ impl<'a> Pass<'a> {
     /// The cut of a source of tokens of which context ranks get their own tokens.
     fn rows_of_source(&self, id: ValueId) -> Option<usize> {
         self.rows.filter(|&rows| self.sharing.divides_tokens() && self.has_all(rows, id))
+    }
+
+    /// The cut along which operations run that treat each token on its own.
+    fn scattered(&self) -> Option<usize> {
+        self.rows.filter(|_| self.is_sequence)
     }
 
     /// The cuts of chosen splits.
@@ -284,7 +323,11 @@ impl<'a> Pass<'a> {
     }
 
     fn window_of(&self, id: ValueId, cut: Option<usize>, rank: usize) -> Window {
-        self.analysis.window(id, cut.map_or(&Parts::new(), |cut| &self.cuts[cut][rank]))
+        let mut parts = cut.map_or(Parts::new(), |cut| self.cuts[cut][rank].clone());
+        if cut == self.rows {
+            parts.extend(&self.own[rank]);
+        }
+        self.analysis.window(id, &parts)
     }
 
     fn windows_of(&self, ids: &[ValueId], cut: Option<usize>) -> Vec<Window> {
@@ -300,6 +343,9 @@ impl<'a> Pass<'a> {
     fn node(&mut self, id: NodeId) -> Result<()> {
         let old = self.old;
         let node = old.node(id);
+        if self.is_own(id) {
+            return self.own_node(id);
+        }
         let (summed, others) = node.inputs.split_at(node.op.linear_inputs().min(node.inputs.len()));
         if !summed.is_empty() && summed.iter().all(|input| self.states[input].is_summand) {
             let mut inputs: Vec<ValueId> = summed.iter().map(|input| self.states[input].id).collect();
@@ -308,7 +354,7 @@ impl<'a> Pass<'a> {
             }
             let outputs = self.apply(node, node.op.clone(), &inputs)?;
             for (&output, id) in node.outputs.iter().zip(outputs) {
-                self.set(output, State { id, cut: None, is_summand: true });
+                self.set(output, State::summand(id));
             }
             return self.resolve(node);
         }
@@ -340,13 +386,13 @@ impl<'a> Pass<'a> {
             let added = inputs.remove(bias);
             let product = self.apply(node, without, &inputs)?[0];
             let output = node.outputs[0];
-            self.set(output, State { id: product, cut: None, is_summand: true });
+            self.set(output, State::summand(product));
             self.bring_together(output, node)?;
             let State { id: sum, cut, .. } = self.states[&output];
             let shape = self.new.value(sum).spec.shape.clone();
             let rows = self.apply(node, Arc::new(BroadcastAs { shape }), &[added])?[0];
             let id = self.apply(node, Arc::new(Binary { kind: BinaryKind::Add }), &[sum, rows])?[0];
-            self.states.insert(output, State { id, cut, is_summand: false });
+            self.states.insert(output, State::part(id, cut));
             return Ok(());
         }
         let outputs = self.apply(node, op, &inputs)?;
@@ -357,7 +403,7 @@ impl<'a> Pass<'a> {
                 id = self.among_zeros(output, id, cut, node)?;
             }
             let cut = cut.filter(|&cut| self.has(cut, output) && !is_summand);
-            self.set(output, State { id, cut, is_summand });
+            self.set(output, State { is_summand, ..State::part(id, cut) });
         }
         self.resolve(node)
     }
@@ -389,7 +435,7 @@ impl<'a> Pass<'a> {
             (0..self.sharing.ranks).all(|rank| node.op.runs_on(&windows(rank)))
         };
         let on_queries = |&cut: &usize| on_rows(&cut) || self.keys(id, cut).is_some();
-        let rows = || self.rows.filter(on_queries).filter(|&cut| self.counts_once(id, cut));
+        let rows = || self.scattered().filter(on_queries).filter(|&cut| self.counts_once(id, cut));
         self.chosen().find(splits).or_else(rows).filter(runs)
     }
 
@@ -452,7 +498,7 @@ impl<'a> Pass<'a> {
 
     /// Adds up the summands of a value: into rows if ranks divide its tokens, otherwise into a whole on every rank.
     fn bring_together(&mut self, id: ValueId, like: &Node) -> Result<()> {
-        match self.rows.filter(|&rows| self.has_all(rows, id) && like.phase != Phase::Update) {
+        match self.scattered().filter(|&rows| self.has_all(rows, id) && like.phase != Phase::Update) {
             Some(rows) => self.scatter(id, rows, like),
             None => self.all_reduce(id, like),
         }
@@ -466,6 +512,9 @@ impl<'a> Pass<'a> {
             return Ok(self.new.constant_like(number, self.old.value(id).spec.in_shape(dims)));
         }
         let state = self.states[&id];
+        if state.is_own {
+            return Ok(state.id);
+        }
         if state.is_summand {
             match cut.filter(|&cut| Some(cut) == self.rows && self.has_all(cut, id)) {
                 Some(rows) => self.scatter(id, rows, like)?,
@@ -529,7 +578,7 @@ impl<'a> Pass<'a> {
             false => summand,
         };
         let sum = self.sum(own, like)?;
-        self.states.insert(id, State { id: sum, cut: None, is_summand: false });
+        self.states.insert(id, State::part(sum, None));
         Ok(())
     }
 
@@ -553,7 +602,7 @@ impl<'a> Pass<'a> {
                 self.all_reduce(id, like)?;
                 let whole = self.states[&id].id;
                 let part = self.slice(whole, &window, like)?;
-                self.states.insert(id, State { id: part, cut: Some(rows), is_summand: false });
+                self.states.insert(id, State::part(part, Some(rows)));
                 return Ok(());
             }
         };
@@ -563,7 +612,7 @@ impl<'a> Pass<'a> {
         dims.swap(dim, self.forward(dim));
         let part = self.apply(like, Arc::new(Reshape { shape: dims.into() }), &part)?[0];
         let part = self.swap_forward(part, dim, like)?;
-        self.states.insert(id, State { id: part, cut: Some(rows), is_summand: false });
+        self.states.insert(id, State::part(part, Some(rows)));
         Ok(())
     }
 
@@ -804,7 +853,7 @@ impl<'a> Pass<'a> {
     /// Returns a value of which the sum over the ranks is the whole of a value.
     fn summand(&mut self, id: ValueId, like: &Node) -> Result<ValueId> {
         match self.states[&id] {
-            State { id, is_summand: true, .. } => Ok(id),
+            State { id, is_summand: true, .. } | State { id, is_own: true, .. } => Ok(id),
             State { id: part, cut: Some(cut), .. } => self.among_zeros(id, part, cut, like),
             State { id: whole, cut: None, .. } => {
                 let share = Affine { scale: 1.0 / self.sharing.ranks as f64, shift: 0.0 };
@@ -846,8 +895,11 @@ fn rows_at(outer: usize, extent: usize, indices: &[usize]) -> Vec<usize> {
 /// it, then the tokens of each. Context ranks divide the tokens of each sequence.
 fn rows(analysis: &Analysis, tokens: ValueId, ranks: usize, rank: usize, shares: Shares) -> Result<Parts> {
     let (option, remedy) = match shares {
-        Shares::Parameters { .. } => {
+        Shares::Parameters { sequence: true } => {
             ("sequence_parallel", "let the ranks divide the tokens, or set sequence_parallel = false")
+        }
+        Shares::Parameters { sequence: false } => {
+            ("mesh.fold", "let the tensor ranks divide the tokens, or leave \"tensor\" out")
         }
         Shares::Tokens { .. } => ("mesh.context", "let twice the ranks divide the tokens, or use one context rank"),
     };

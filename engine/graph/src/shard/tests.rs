@@ -172,7 +172,8 @@ fn check(recorded: &Recorded, ranks: usize, shares: Shares) -> (Vec<String>, Vec
         gradients.iter().map(|&(_, parameter, gradient)| (parameter, gradient)).collect();
     let is_summed = matches!(shares, Shares::Tokens { .. });
     let request = Request { tokens: *tokens, outputs: &[*loss], gradients: &pairs, is_summed, windows: None };
-    let of_rank = |rank| shard(&graph, &Sharing { axes: Axes::TENSOR, ranks, rank, shares }, &request).unwrap();
+    let of_rank =
+        |rank| shard(&graph, &Sharing { axes: Axes::TENSOR, ranks, rank, shares, folds: false }, &request).unwrap();
     let sharded: Vec<Sharded> = (0..ranks).map(of_rank).collect();
     assert!(sharded[0].gathered.is_empty(), "{:?} have no rule", sharded[0].gathered);
     let part =
@@ -482,7 +483,7 @@ fn layers_send_what_megatron_sends() {
     let of = |sequence| {
         shard(
             &graph,
-            &Sharing { axes: Axes::TENSOR, ranks, rank: 0, shares: Shares::Parameters { sequence } },
+            &Sharing { axes: Axes::TENSOR, ranks, rank: 0, shares: Shares::Parameters { sequence }, folds: false },
             &request,
         )
         .unwrap()

@@ -119,7 +119,8 @@ fn step(arguments: &Arguments) -> anyhow::Result<Fit> {
     match (step.lowering, &step.ranks[..]) {
         (Lowering::Gapless, _) => {
             let largest = if arguments.largest_batch { choose_batch(&mut step)? } else { None };
-            step::plan(arguments, &step, &Searches { meshes, largest })
+            let balance = run.context_balance()?;
+            step::plan(arguments, &step, &Searches { meshes, largest }, balance)
         }
         _ if searches => bail!("--largest-batch and --ranks plan with this engine; leave --lowering out"),
         (_, &[rank]) => {

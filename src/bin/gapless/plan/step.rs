@@ -8,6 +8,7 @@ use std::time::Instant;
 use anyhow::{Context, bail};
 use gapless::engine::compile::report::{RecomputedLayer, recomputed_layers, recomputed_per_micro_batch};
 use gapless::engine::compile::{Error as CompileError, Executable, Program};
+use gapless::run::ContextBalance;
 use gapless::step::{Fits, LargestBatch, MeshChoice, Origin, Step};
 use gapless::{MemoryOptions, Precision, Recompute, StepOptions, TrainError};
 use gapless_alloc::draw::{Bytes, MemoryMap, RoleBytes, Summary};
@@ -84,6 +85,9 @@ pub struct Planned {
     /// The largest batch that fits, which was planned.
     #[serde(skip_serializing_if = "Option::is_none")]
     largest_batch: Option<LargestBatch>,
+    /// The balance of context ranks, if there are several.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    context_balance: Option<ContextBalance>,
     #[serde(skip_serializing_if = "Option::is_none")]
     curve: Option<Curve>,
     #[cfg(feature = "cuda")]
@@ -146,6 +150,7 @@ fn plan_program(step: &Step, rank: usize) -> Result<(Planned, Executable, Progra
         does_not_run: None,
         meshes: None,
         largest_batch: None,
+        context_balance: None,
         curve: None,
         #[cfg(feature = "cuda")]
         roofline: None,
@@ -159,7 +164,12 @@ fn map<'a>(title: &'a str, executable: &'a Executable) -> Result<MemoryMap<'a>, 
 }
 
 /// Plans every stage of the step, says whether it fits, and prints the figures of the chosen ranks.
-pub fn plan(arguments: &super::Arguments, step: &Step, searches: &Searches) -> anyhow::Result<Fit> {
+pub fn plan(
+    arguments: &super::Arguments,
+    step: &Step,
+    searches: &Searches,
+    balance: Option<ContextBalance>,
+) -> anyhow::Result<Fit> {
     let curve_arguments = &arguments.curve;
     let mesh = step.options.mesh;
     let (mut planned, mut arenas, mut programs, mut too_large) = (Vec::new(), Vec::new(), Vec::new(), None);
@@ -223,6 +233,7 @@ pub fn plan(arguments: &super::Arguments, step: &Step, searches: &Searches) -> a
     first.does_not_run = does_not_run.clone();
     first.meshes = searches.meshes.clone();
     first.largest_batch = searches.largest.clone();
+    first.context_balance = balance;
     if let Some(points) = curve_arguments.curve {
         first.curve = Some(curve(step, first.rank, points.into())?);
     }
@@ -384,6 +395,9 @@ fn report(out: &mut dyn Write, configured: &Step, step: &Planned) -> io::Result<
     )?;
     let (time, flops) = (100.0 * step.overhead, 100.0 * step.extra_flops);
     writeln!(out, "recomputed: {time:.2} % on top of the other time, {flops:.2} % on top of the other arithmetic")?;
+    if let Some(balance) = &step.context_balance {
+        writeln!(out, "{balance}")?;
+    }
     if step.reserve_bytes > 0 {
         let (reserve, arena) = (Bytes(step.reserve_bytes), Bytes(step.arena_bytes));
         writeln!(out, "on top of the plan: {reserve} for rows that this rank receives, {arena} in total")?;

@@ -1,9 +1,8 @@
 //! Exchange of rows between the ranks that share the experts.
 
-use gapless_parallel::Axes;
-
 use super::Routing;
 use crate::error::{Error, Result};
+use crate::nn::ExpertRanks;
 use crate::ops::{Collective, GroupedLinear, RoutedSwiGlu, RunLengths, RunStarts};
 use crate::tensor::Tensor;
 
@@ -11,7 +10,7 @@ use crate::tensor::Tensor;
 /// these rows come from the rank's own tokens. On several ranks, they come from the tokens of all expert ranks.
 #[derive(Debug, Clone)]
 pub struct Exchange {
-    ranks: usize,
+    ranks: ExpertRanks,
     /// Row offsets of the runs of rows of this rank's tokens, ordered by expert.
     sent: Tensor,
     /// Row offsets of the runs of rows of this rank's experts.
@@ -23,12 +22,13 @@ pub struct Exchange {
 }
 
 impl Routing {
-    /// Records that `ranks` expert ranks exchange the numbers of rows that they will send to each other. Returns the
+    /// Records that expert ranks exchange the numbers of rows that they will send to each other. Returns the
     /// [`Exchange`] with which the rows themselves are sent.
     ///
     /// # Errors
-    /// Returns an error if the number of experts is not a multiple of `ranks`.
-    pub fn exchange(&self, ranks: usize) -> Result<Exchange> {
+    /// Returns an error if the number of experts is not a multiple of the number of expert ranks.
+    pub fn exchange(&self, expert_ranks: ExpertRanks) -> Result<Exchange> {
+        let ExpertRanks { axes, ranks, .. } = expert_ranks;
         if ranks == 0 || !self.experts.is_multiple_of(ranks) {
             let why = format!("{ranks} ranks cannot share {} experts equally", self.experts);
             return Err(Error::config("mesh.expert", why, "choose a divisor of the number of experts"));
@@ -36,12 +36,14 @@ impl Routing {
         let sent = self.starts.clone();
         let rows_sent = self.slots.elem_count();
         if ranks == 1 {
-            return Ok(Exchange { ranks, received: sent.clone(), sent, rows_sent, rows_received: rows_sent });
+            let received = sent.clone();
+            return Ok(Exchange { ranks: expert_ranks, received, sent, rows_sent, rows_received: rows_sent });
         }
         let [lengths] = Tensor::apply_op(RunLengths, &[&sent])?;
-        let [lengths] = Tensor::apply_op(Collective::AllToAll { axes: Axes::EXPERTS, ranks }, &[&lengths])?;
+        let [lengths] = Tensor::apply_op(Collective::AllToAll { axes, ranks }, &[&lengths])?;
         let [received] = Tensor::apply_op(RunStarts, &[&lengths])?;
-        Ok(Exchange { ranks, sent, received, rows_sent, rows_received: ranks * self.most_rows(ranks) })
+        let rows_received = ranks * self.most_rows(ranks);
+        Ok(Exchange { ranks: expert_ranks, sent, received, rows_sent, rows_received })
     }
 
     /// Returns the maximum number of rows that this rank's tokens may have on one expert rank.
@@ -77,17 +79,17 @@ impl Exchange {
     /// Returns the number of rows of this rank's experts under balanced routing. Returns `None` on one rank, where the
     /// number of rows is fixed.
     fn balanced(&self) -> Option<usize> {
-        (self.ranks > 1).then_some(self.rows_sent)
+        (self.ranks.ranks > 1).then_some(self.rows_sent)
     }
 
     fn all_to_all(&self, rows: &Tensor, to_experts: bool, from: &Tensor, to: &Tensor) -> Result<Tensor> {
-        if self.ranks == 1 {
+        if self.ranks.ranks == 1 {
             return Ok(rows.clone());
         }
         let rows_there = if to_experts { self.rows_received } else { self.rows_sent };
         let op = Collective::AllToAllRows {
-            axes: Axes::EXPERTS,
-            ranks: self.ranks,
+            axes: self.ranks.axes,
+            ranks: self.ranks.ranks,
             rows: rows_there,
             receives_dynamic_rows: to_experts,
             balanced: self.rows_sent,
@@ -102,7 +104,7 @@ impl Exchange {
     /// Returns an error if the shapes do not fit.
     pub fn linear(&self, rows: &Tensor, weight: &Tensor) -> Result<Tensor> {
         Tensor::apply_op::<1>(
-            GroupedLinear { sources: self.ranks, balanced: self.balanced() },
+            GroupedLinear { sources: self.ranks.ranks, balanced: self.balanced() },
             &[rows, weight, &self.received],
         )
         .map(|[rows]| rows)

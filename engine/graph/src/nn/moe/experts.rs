@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 use super::Routing;
 use crate::error::{Error, Result};
 use crate::graph::lock;
-use crate::nn::{Init, VarBuilder};
+use crate::nn::{ExpertRanks, Init, VarBuilder};
 use crate::tensor::Tensor;
 
 /// A group of experts, each computing down(silu(gate)·up). `gate_proj` and `up_proj` are [experts, hidden, width];
@@ -18,7 +18,7 @@ pub struct Experts {
     up_proj: Tensor,
     down_proj: Tensor,
     limited: Option<Limited>,
-    ranks: usize,
+    ranks: ExpertRanks,
     layer: String,
 }
 
@@ -74,7 +74,7 @@ impl Experts {
         activation: LimitedActivation,
         vb: VarBuilder,
     ) -> Result<Self> {
-        if vb.expert_ranks() > 1 {
+        if vb.expert_ranks().ranks > 1 {
             let why = "experts with biases cannot be shared by ranks".to_owned();
             return Err(Error::config("mesh.expert", why, "set it to 1"));
         }
@@ -96,7 +96,7 @@ impl Experts {
     /// Returns an error if the shapes do not fit, or if the router has another number of experts.
     pub fn forward(&self, x: &Tensor, routing: &Routing) -> Result<Tensor> {
         let _layer = x.enter(&self.layer);
-        let experts = self.gate_proj.dim(0)? * self.ranks;
+        let experts = self.gate_proj.dim(0)? * self.ranks.ranks;
         if experts != routing.experts {
             let why = format!("there are {experts} experts, but the router chooses among {}", routing.experts);
             return Err(Error::config("experts", why, "use the same number for both"));

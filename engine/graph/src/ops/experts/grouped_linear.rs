@@ -76,6 +76,10 @@ impl Op for GroupedLinear {
         Some(Rule::labels("R i, E o i, S -> R o"))
     }
 
+    fn on_rows_of(&self, ranks: usize) -> Option<Arc<dyn Op>> {
+        Some(Arc::new(Self { balanced: super::balanced_on(ranks, self.balanced), ..*self }))
+    }
+
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
         crate::ops::expect_float(&inputs[..2])?;
         crate::ops::expect_ids("starts", &inputs[2])?;
@@ -179,6 +183,10 @@ impl Op for GroupedLinearGradInput {
         Some(Rule::labels("R o, E o i, S -> R i"))
     }
 
+    fn on_rows_of(&self, ranks: usize) -> Option<Arc<dyn Op>> {
+        Some(Arc::new(Self { balanced: super::balanced_on(ranks, self.balanced), ..*self }))
+    }
+
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
         let (_, _, width) = weight_dims(inputs[1].dims());
         Ok(vec![inputs[0].in_shape((inputs[0].dims()[0], width))])
@@ -271,6 +279,10 @@ impl Op for GroupedLinearGradWeight {
 
     fn rule(&self, _: &[Spec], _: &[Spec]) -> Option<Rule> {
         Some(Rule::labels("R i, R o, S -> E o i"))
+    }
+
+    fn on_rows_of(&self, ranks: usize) -> Option<Arc<dyn Op>> {
+        Some(Arc::new(Self { balanced: super::balanced_on(ranks, self.balanced), ..*self }))
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {

@@ -36,7 +36,7 @@ pub use grouped_linear::GroupedLinear;
 pub use jitter::Jitter;
 pub use load::{Dropped, ExpertLoad};
 pub use log_sum_exp::LogSumExp;
-pub use route::{Chooses, DropPolicy, Route};
+pub use route::{Chooses, DropPolicy, Route, RouteKept};
 pub use routed_swiglu::RoutedSwiGlu;
 pub use slot_weights::SlotWeights;
 pub use starts::{RunLengths, RunStarts};
@@ -112,6 +112,11 @@ impl<'a> RowRuns<'a> {
 /// `balanced`, the number of rows on balanced ranks, is given.
 fn rows(offsets: usize, balanced: Option<usize>) -> RowUse {
     balanced.map_or(RowUse::FixedOutputs, |balanced| RowUse::DynamicOutputs { offsets, balanced })
+}
+
+/// Returns the number of rows under balanced routing on each of `ranks` ranks that divide the tokens.
+fn balanced_on(ranks: usize, balanced: Option<usize>) -> Option<usize> {
+    balanced.map(|rows| rows.div_ceil(ranks))
 }
 
 /// Returns the number of used rows.

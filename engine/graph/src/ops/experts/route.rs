@@ -7,6 +7,7 @@ use gapless_kernels::cpu::Args;
 use super::{NONE, expect_routed, is_routed};
 use crate::op::Op;
 use crate::reference::{Array, Reference};
+use crate::rule::Rule;
 
 /// The side that chooses: tokens choose experts, or experts choose tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -65,7 +66,8 @@ impl Route {
         (batch, tokens * k, k)
     }
 
-    fn rows(&self, dims: &[usize]) -> usize {
+    /// Returns the maximum number of rows of slots of these extents.
+    pub(crate) fn rows(&self, dims: &[usize]) -> usize {
         let (sequences, slots, _) = Self::extents(dims);
         let all = sequences * slots;
         self.capacity.map_or(all, |(most, _)| all.min(sequences.saturating_mul(self.experts).saturating_mul(most)))
@@ -116,6 +118,31 @@ impl Route {
         let (most, _) = self.capacity?;
         let count = (sequence * tokens..(sequence + 1) * tokens).filter(|&token| is_routed(routed, token)).count();
         Some(limit(count).unwrap_or(most))
+    }
+}
+
+/// Sorts the slots that have a row by run: a counting sort. Writes the offset at which each run begins and finally the
+/// end of the last run to `offsets`, and the slots to `sorted`.
+fn sort(
+    slots: usize,
+    has_row: impl Fn(&usize) -> bool,
+    run_of: impl Fn(usize) -> usize,
+    offsets: &mut [u32],
+    sorted: &mut [u32],
+) {
+    // `offsets` first holds the end of each run. Slots are placed from the last to the first, and each placed slot lowers
+    // the offset of its run by one. In the end, `offsets` holds the beginnings of the runs.
+    offsets.fill(0);
+    (0..slots).filter(&has_row).for_each(|slot| offsets[run_of(slot)] += 1);
+    let mut end = 0;
+    for start in offsets.iter_mut() {
+        end += *start;
+        *start = end;
+    }
+    for slot in (0..slots).rev().filter(&has_row) {
+        let start = &mut offsets[run_of(slot)];
+        *start -= 1;
+        sorted[*start as usize] = slot as u32;
     }
 }
 
@@ -190,22 +217,8 @@ impl Op for Route {
             let expert = ids.map_or(slot % experts, |ids| ids[slot] as usize);
             expert * sequences + slot / length
         };
-        // A counting sort. `row_offsets` first holds the end of each run. Slots are placed from the last to the first,
-        // and each placed slot lowers the offset of its run by one. In the end, `row_offsets` holds the beginnings of
-        // the runs.
-        row_offsets.fill(0);
         let has_row = |slot: &usize| is_routed(routed, slot / k);
-        (0..slot_rows.len()).filter(has_row).for_each(|slot| row_offsets[run_of(slot)] += 1);
-        let mut end = 0;
-        for start in row_offsets.iter_mut() {
-            end += *start;
-            *start = end;
-        }
-        for slot in (0..slot_rows.len()).rev().filter(has_row) {
-            let start = &mut row_offsets[run_of(slot)];
-            *start -= 1;
-            sorted[*start as usize] = slot as u32;
-        }
+        sort(slot_rows.len(), has_row, run_of, row_offsets, sorted);
         // Drops the slots beyond the capacity, and closes the gaps between the remaining rows.
         slot_rows.fill(NONE);
         let mut row = 0;
@@ -276,5 +289,91 @@ impl Op for Route {
         row_offsets.push(row_slots.len() as f64);
         row_slots.resize(self.rows(&input.dims), none);
         vec![places, Array::new(&[row_slots.len()], row_slots), Array::new(&[row_offsets.len()], row_offsets)]
+    }
+}
+
+/// Assigns a row to each slot that has one in another routing, in the order of the experts: a rank routes its own tokens,
+/// of which a routing of all tokens has decided which exceed a capacity.
+///
+/// Input 0 is places [.., tokens, k], which is [`NONE`] for slots without a row. If tokens choose, input 1 is ids [..,
+/// tokens, k]. The outputs are those of [`Route`].
+#[derive(Debug, Clone, Copy)]
+pub struct RouteKept {
+    /// Number of experts.
+    pub experts: usize,
+    /// The side that chooses: tokens or experts.
+    pub chooses: Chooses,
+    /// The maximum number of rows.
+    pub rows: usize,
+}
+
+impl Op for RouteKept {
+    fn name(&self) -> &'static str {
+        "route_kept"
+    }
+
+    fn rule(&self, inputs: &[Spec], _: &[Spec]) -> Option<Rule> {
+        let slots = &"ABCDEFGHIJ"[..inputs[0].dims().len()];
+        Some(Rule::Labels(format!("{} -> {slots}, R, S", vec![slots; inputs.len()].join(", ")).into()))
+    }
+
+    fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
+        crate::ops::expect_ids("places", &inputs[0])?;
+        let (sequences, ..) = super::by_sequence(inputs[0].dims())?;
+        if self.chooses == Chooses::Tokens && inputs.get(1) != Some(&inputs[0]) {
+            return Err("the ids must have the shape of the places".into());
+        }
+        let u32s = |elements: usize| Spec { shape: elements.into(), dtype: DType::U32 };
+        Ok(vec![inputs[0].clone(), u32s(self.rows), u32s(self.experts * sequences + 1)])
+    }
+
+    fn gradient(&self, _: &mut crate::Gradient) -> crate::error::Result<()> {
+        Ok(())
+    }
+
+    fn flops(&self, inputs: &[Spec], _: &[Spec]) -> u64 {
+        inputs[0].elements() as u64
+    }
+
+    fn run(&self, args: &mut Args<'_>) {
+        let (slot_rows, row_slots, row_offsets) = (args.output::<u32>(0), args.output::<u32>(1), args.output::<u32>(2));
+        let (sequences, length, _) = Route::extents(args.input_dims(0));
+        let places = args.input::<u32>(0);
+        let ids = (self.chooses == Chooses::Tokens).then(|| args.input::<u32>(1));
+        let expert = |slot: usize| ids.map_or(slot % self.experts, |ids| ids[slot] as usize);
+        let run_of = |slot: usize| expert(slot) * sequences + slot / length;
+        sort(places.len(), |&slot| places[slot] != NONE, run_of, row_offsets, row_slots);
+        let used = super::used_rows(row_offsets);
+        row_slots[used..].fill(NONE);
+        slot_rows.fill(NONE);
+        for (row, &slot) in row_slots[..used].iter().enumerate() {
+            slot_rows[slot as usize] = row as u32;
+        }
+    }
+
+    fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
+        let places = args.input(0);
+        let (sequences, length, _) = Route::extents(&places.dims);
+        let none = f64::from(NONE);
+        let expert = |slot: usize| match self.chooses {
+            Chooses::Tokens => args.input(1).data[slot] as usize,
+            Chooses::Experts => slot % self.experts,
+        };
+        let mut slot_rows = Array { dims: places.dims.clone(), data: vec![none; places.data.len()] };
+        let (mut row_slots, mut row_offsets) = (Vec::new(), Vec::new());
+        for of_expert in 0..self.experts {
+            for sequence in 0..sequences {
+                row_offsets.push(row_slots.len() as f64);
+                for slot in sequence * length..(sequence + 1) * length {
+                    if places.data[slot] != none && expert(slot) == of_expert {
+                        slot_rows.data[slot] = row_slots.len() as f64;
+                        row_slots.push(slot as f64);
+                    }
+                }
+            }
+        }
+        row_offsets.push(row_slots.len() as f64);
+        row_slots.resize(self.rows, none);
+        vec![slot_rows, Array::new(&[row_slots.len()], row_slots), Array::new(&[row_offsets.len()], row_offsets)]
     }
 }

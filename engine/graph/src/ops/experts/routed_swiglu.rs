@@ -1,5 +1,7 @@
 //! SwiGLU of experts, weighted by the router.
 
+use std::sync::Arc;
+
 use gapless_kernels::Spec;
 use gapless_kernels::cpu::{Args, InPieces, Pieces, math, reduce, rows_per_task, vectorize};
 
@@ -33,6 +35,10 @@ impl Op for RoutedSwiGlu {
 
     fn rule(&self, _: &[Spec], _: &[Spec]) -> Option<Rule> {
         Some(Rule::labels("R w, R w, R _, S -> R w"))
+    }
+
+    fn on_rows_of(&self, ranks: usize) -> Option<Arc<dyn Op>> {
+        Some(Arc::new(Self { balanced: super::balanced_on(ranks, self.balanced) }))
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
@@ -122,6 +128,10 @@ impl Op for RoutedSwiGluGrad {
 
     fn rule(&self, _: &[Spec], _: &[Spec]) -> Option<Rule> {
         Some(Rule::labels("R w, R w, R _, S, R w -> R w, R w, R _"))
+    }
+
+    fn on_rows_of(&self, ranks: usize) -> Option<Arc<dyn Op>> {
+        Some(Arc::new(Self { balanced: super::balanced_on(ranks, self.balanced) }))
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {

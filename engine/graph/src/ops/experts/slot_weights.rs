@@ -6,6 +6,7 @@ use gapless_kernels::cpu::Args;
 use super::NONE;
 use crate::error::Result;
 use crate::reference::{Array, Reference};
+use crate::rule::Rule;
 use crate::tensor::Tensor;
 use crate::{Gradient, Op};
 
@@ -17,6 +18,11 @@ pub struct SlotWeights;
 impl Op for SlotWeights {
     fn name(&self) -> &'static str {
         "slot_weights"
+    }
+
+    fn rule(&self, inputs: &[Spec], _: &[Spec]) -> Option<Rule> {
+        let slots = &"ABCDEFGHIJ"[..inputs[0].dims().len()];
+        Some(Rule::Labels(format!("{slots}, {slots}, R -> R _").into()))
     }
 
     fn linear_inputs(&self) -> usize {
@@ -73,6 +79,11 @@ struct SlotWeightsGrad;
 impl Op for SlotWeightsGrad {
     fn name(&self) -> &'static str {
         "slot_weights_grad"
+    }
+
+    fn rule(&self, inputs: &[Spec], _: &[Spec]) -> Option<Rule> {
+        let slots = &"ABCDEFGHIJ"[..inputs[1].dims().len()];
+        Some(Rule::Labels(format!("R _, {slots} -> {slots}").into()))
     }
 
     fn linear_inputs(&self) -> usize {

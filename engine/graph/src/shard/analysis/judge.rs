@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 
 use candle_core::{D, DType, Layout};
 use gapless_kernels::cpu::quantized::{Format, Rounding};
-use gapless_kernels::{LossTerms, Numbers, Spec, Stream, Window};
+use gapless_kernels::{Fold, LossTerms, Numbers, Spec, Stream, Window};
 use gapless_parallel::Axes;
 
 use super::*;
@@ -19,28 +19,30 @@ use crate::reference::{Array, Reference, evaluate};
 use crate::{Result, Tensor};
 
 /// The operations without a rule: those of collectives and compressed activations, which come after the pass,
-/// and the bookkeeping of routed rows, whose elements are indices of all tokens and rows.
-const UNRULED: [&str; 9] = [
-    "Collective",
-    "Compress",
-    "Expand",
-    "HeadStatistics",
-    "Route",
-    "RunLengths",
-    "RunStarts",
-    "SlotWeights",
-    "SlotWeightsGrad",
-];
+/// and the counting of routed rows.
+const UNRULED: [&str; 7] = ["Collective", "Compress", "Expand", "HeadStatistics", "Route", "RunLengths", "RunStarts"];
+
+/// The operations whose rules relate dimensions that no rank divides: the indices of all tokens and rows.
+const UNDIVIDED: [&str; 3] = ["RouteKept", "SlotWeights", "SlotWeightsGrad"];
 
 #[test]
 fn parts_put_together_are_the_whole() {
     let mut judge = Judge::default();
     cases(&mut judge).unwrap();
-    let Judge { pairs, linear, judged, .. } = &judge;
-    println!("{} operations, {pairs} pairs of an operation and a dimension, {linear} linear operations", judged.len());
+    let Judge { pairs, folds, linear, judged } = &judge;
+    let (judged_count, fold_count) = (judged.len(), folds.len());
+    println!(
+        "{judged_count} operations, {pairs} pairs of an operation and a dimension, {fold_count} on chunks, {linear} linear"
+    );
+    let on_tokens =
+        ["Binary", "Linear", "LinearGradWeight", "Rope", "Dropout", "Softmax", "Sum", "LayerNorm", "RmsNorm"];
+    for name in on_tokens.into_iter().chain(["LinearCrossEntropy", "TopK", "ExpertLoad", "Embedding"]) {
+        assert!(folds.contains(name), "{name} is not judged on chunks: {folds:?}");
+    }
     let known = operations(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src/ops"));
     let not_judged: Vec<&str> = known.iter().map(String::as_str).filter(|name| !judged.contains(*name)).collect();
-    assert_eq!(not_judged, UNRULED, "operations without a case here, or without a rule");
+    let expected: BTreeSet<&str> = UNRULED.into_iter().chain(UNDIVIDED).collect();
+    assert!(not_judged.iter().eq(&expected), "operations without a case here, or without a rule: {not_judged:?}");
 }
 
 /// Returns the names of the types that implement [`Op`] in the files of a folder.
@@ -64,6 +66,8 @@ struct Judge {
     /// The names of types of operations, of which a rule allowed a split.
     judged: BTreeSet<String>,
     pairs: usize,
+    /// The operations on tokens that lie in two chunks.
+    folds: BTreeSet<String>,
     linear: usize,
 }
 
@@ -125,20 +129,26 @@ impl Judge {
         let [of_inputs, of_outputs] =
             [&inputs, &outputs].map(|shapes| shapes.iter().map(|shape| &shape[..]).collect::<Vec<_>>());
         let related = rule.relate(&mut dims, &of_inputs, &of_outputs).unwrap_or_else(|why| panic!("{op:?}: {why}"));
+        let ranges = related.labels.iter().filter(|label| label.is_range).flat_map(|label| dims.leaves(label.dim));
+        let ranges: BTreeSet<Dim> = ranges.collect();
         let node = NodeDims::new(&dims, Some(related), &[of_inputs, of_outputs].concat());
         let free = |leaf: &Dim| !node.whole.contains(leaf) && !dims.is_whole(*leaf);
         let leaves: Vec<Dim> = node.leaves.iter().copied().filter(free).collect();
         let split = Split { case, dims: &dims, node: &node, inputs: &inputs, outputs: &outputs, whole };
         for (index, &leaf) in leaves.iter().enumerate() {
             for parts in [2, 3].into_iter().filter(|&parts| parts <= dims.extent(leaf)) {
-                split.check(&[(leaf, parts)]);
+                split.check(&[(leaf, Cut::Ranges(parts))]);
                 self.judged.insert(name.clone());
+            }
+            if !ranges.contains(&leaf) && split.runs_on_chunks(leaf) {
+                split.check(&[(leaf, Cut::Chunks)]);
+                self.folds.insert(name.clone());
             }
             self.pairs += 1;
             // Two dimensions at once, as if ranks lay along two axes.
             for &other in &leaves[..index] {
                 if dims.extent(leaf).min(dims.extent(other)) > 1 {
-                    split.check(&[(leaf, 2), (other, 2)]);
+                    split.check(&[(leaf, Cut::Ranges(2)), (other, Cut::Ranges(2))]);
                 }
             }
         }
@@ -192,6 +202,40 @@ impl Case<'_> {
     }
 }
 
+/// The way in which ranks divide a dimension.
+#[derive(Debug, Clone, Copy)]
+enum Cut {
+    /// This many ranges.
+    Ranges(usize),
+    /// Each of two ranks has two chunks of a [`Fold`].
+    Chunks,
+}
+
+impl Cut {
+    fn ranks(self) -> usize {
+        match self {
+            Self::Ranges(parts) => parts,
+            Self::Chunks => 2,
+        }
+    }
+
+    fn part(self, extent: usize, index: usize) -> Option<Part> {
+        match self {
+            Self::Ranges(of) => Some(Part::Range { of, index }),
+            Self::Chunks => Fold::new(extent, (2, index), 1).map(Part::Fold),
+        }
+    }
+}
+
+/// True if a part is that of the first rank.
+fn is_of_first_rank(part: Part) -> bool {
+    match part {
+        Part::Range { index, .. } => index == 0,
+        Part::Fold(fold) => fold.place(0) == 0,
+        Part::Own(_) => false,
+    }
+}
+
 /// A node whose dimensions are related.
 struct Split<'a> {
     case: &'a Case<'a>,
@@ -203,25 +247,37 @@ struct Split<'a> {
 }
 
 impl Split<'_> {
+    fn windows(&self, shapes: &[Vec<Dim>], parts: &Parts) -> Vec<Window> {
+        let window = |shape: &Vec<Dim>| {
+            let whole: Vec<usize> = shape.iter().map(|&dim| self.dims.extent(dim)).collect();
+            Window::of(&whole, shape.iter().map(|&dim| self.dims.held(dim, parts)).collect())
+        };
+        shapes.iter().map(window).collect()
+    }
+
+    /// True if the operation runs on two chunks of a dimension, on each of two ranks.
+    fn runs_on_chunks(&self, leaf: Dim) -> bool {
+        let runs = |index| {
+            let part = Cut::Chunks.part(self.dims.extent(leaf), index);
+            part.is_some_and(|part| self.case.op.runs_on(&self.windows(self.inputs, &Parts::from([(leaf, part)]))))
+        };
+        runs(0) && runs(1)
+    }
+
     /// Computes the outputs from parts, and compares the outputs that the parts make up with those of the whole.
-    fn check(&self, split: &[(Dim, usize)]) {
+    fn check(&self, split: &[(Dim, Cut)]) {
         let op = self.case.op;
         let what = || format!("{op:?} of {:?}, {split:?}", self.case.inputs);
         let mut sums: Vec<Array> = self.whole.iter().map(|array| Array::zeros(&array.dims)).collect();
-        for rank in 0..split.iter().map(|(_, parts)| parts).product::<usize>() {
+        for rank in 0..split.iter().map(|(_, cut)| cut.ranks()).product::<usize>() {
             let mut rest = rank;
-            let place = |&(leaf, parts): &(Dim, usize)| {
-                let index = rest % parts;
-                rest /= parts;
-                (leaf, Part::Range { of: parts, index })
+            let place = |&(leaf, cut): &(Dim, Cut)| {
+                let index = rest % cut.ranks();
+                rest /= cut.ranks();
+                (leaf, cut.part(self.dims.extent(leaf), index).expect("chunks were checked"))
             };
             let parts: Parts = split.iter().map(place).collect();
-            let window = |shape: &Vec<Dim>| {
-                let whole: Vec<usize> = shape.iter().map(|&dim| self.dims.extent(dim)).collect();
-                Window::of(&whole, shape.iter().map(|&dim| self.dims.held(dim, &parts)).collect())
-            };
-            let inputs: Vec<Window> = self.inputs.iter().map(window).collect();
-            let outputs: Vec<Window> = self.outputs.iter().map(window).collect();
+            let [inputs, outputs] = [self.inputs, self.outputs].map(|shapes| self.windows(shapes, &parts));
             let slice = |(window, array): (&Window, &&Array)| {
                 Array::new(&window.dims(), window.runs().flatten().map(|index| array.data[index]).collect())
             };
@@ -248,8 +304,7 @@ impl Split<'_> {
                 let shape = &self.outputs[index];
                 let sums_up = |leaf: Dim| !has(leaf, shape) && is_summed(leaf);
                 let is_summand = parts.keys().any(|&leaf| sums_up(leaf));
-                let is_first =
-                    parts.iter().all(|(&leaf, &part)| matches!(part, Part::Range { index: 0, .. }) || !sums_up(leaf));
+                let is_first = parts.iter().all(|(&leaf, &part)| is_of_first_rank(part) || !sums_up(leaf));
                 let made = match op.without_bias().filter(|_| !is_first) {
                     // The bias is added once.
                     Some((bias, without)) => {
@@ -260,9 +315,7 @@ impl Split<'_> {
                     }
                     None => made,
                 };
-                if parts.iter().all(|(&leaf, &part)| {
-                    matches!(part, Part::Range { index: 0, .. }) || has(leaf, shape) || is_summed(leaf)
-                }) {
+                if parts.iter().all(|(&leaf, &part)| is_of_first_rank(part) || has(leaf, shape) || is_summed(leaf)) {
                     // Several ranks may hold the same elements: those outside the segment that they divide.
                     window.runs().flatten().zip(&made.data).for_each(|(at, x)| match is_summand {
                         true => sums[index].data[at] += x,
@@ -301,7 +354,24 @@ fn cases(judge: &mut Judge) -> Result<()> {
     attention(judge)?;
     lookups_and_losses(judge)?;
     adapted_weights(judge)?;
-    experts(judge)
+    experts(judge)?;
+    chunks_of_tokens(judge)
+}
+
+/// Operations on two sequences of four tokens, which two ranks can divide into chunks.
+fn chunks_of_tokens(judge: &mut Judge) -> Result<()> {
+    let ids: (&[usize], &[u32]) = (&[2, 4], &[1, 0, 6, 1, 5, 2, 1, 3]);
+    let rope = Rope { frequencies: RopeScaling::None.frequencies(100.0), neighbours: false, inverse: false };
+    judge.check(&[&[2, 4, 3, 4]], &[ids], |x, ids| Tensor::apply_op(rope, &[&x[0], &ids[0]]).map(|[y]| y))?;
+    judge.check(&[&[2, 4, 5], &[5], &[5]], &[], |x, _| {
+        x[0].layer_norm(&x[1], &x[2], 1e-5)?.add(&x[0].rms_norm(&x[1], 1e-5)?)?.mul(&x[0].softmax_last_dim()?)
+    })?;
+    judge.check(&[&[2, 4, 5], &[7, 5]], &[ids], |x, ids| x[0].linear_cross_entropy(&x[1], &ids[0]))?;
+    judge.check(&[&[2, 4, 8]], &[], |x, _| {
+        let [scores, ids] = Tensor::apply_op(TopK { k: 3, groups: None, by_best: false }, &[&x[0]])?;
+        let [load] = Tensor::apply_op(ExpertLoad { experts: 8, by_sequence: true }, &[&ids])?;
+        scores.sum(1)?.broadcast_mul(&load.sum_keepdim(1)?)
+    })
 }
 
 fn elements(judge: &mut Judge) -> Result<()> {
@@ -446,14 +516,16 @@ fn experts(judge: &mut Judge) -> Result<()> {
     for capacity in [None, Some((2, DropPolicy::Last))] {
         judge.check(shapes, &[CHOICES], |x, ids| {
             let route = Route { experts: EXPERTS, chooses: Chooses::Tokens, capacity };
-            let [places, slots, starts] = Tensor::apply_op(route, &[&ids[0]])?;
+            let [places, slots, _] = Tensor::apply_op(route, &[&ids[0]])?;
+            let kept = RouteKept { experts: EXPERTS, chooses: Chooses::Tokens, rows: slots.dim(0)? };
+            let [places, slots, starts] = Tensor::apply_op(kept, &[&places, &ids[0]])?;
             let linear = |x: &Tensor, weight: &Tensor| {
                 let linear = GroupedLinear { sources: 1, balanced: None };
                 Tensor::apply_op(linear, &[x, weight, &starts]).map(|[y]: [Tensor; 1]| y)
             };
             let [rows] = Tensor::apply_op(Dispatch, &[&x[0], &places, &slots])?;
             let exchange = Collective::AllToAllRows {
-                axes: Axes::EXPERTS,
+                axes: Axes::EXPERT,
                 ranks: 2,
                 rows: rows.dim(0)?,
                 receives_dynamic_rows: false,

@@ -30,7 +30,7 @@ fn check(expected: &[&str], model: impl Fn(&Tensor, &VarBuilder) -> Result<Tenso
     let pairs: Vec<(ValueId, ValueId)> =
         gradients.iter().flat_map(|g| g.summands.iter().map(|&summand| (g.parameter, summand))).collect();
     let analysis = Analysis::new(&graph, &pairs);
-    let chosen = analysis.choose(&graph, 2);
+    let chosen = analysis.choose(&graph, 2, false);
     let parts: Parts = chosen.iter().flat_map(|split| split.parts(1)).collect();
     let mut found = Vec::new();
     for (id, name) in graph.persistent() {
