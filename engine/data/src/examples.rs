@@ -424,6 +424,7 @@ mod tests {
             (
                 (0..length).map(|at| (100 * index + at) as u32).collect(),
                 (0..length).map(|at| at >= length / 2).collect(),
+                true,
             )
         };
         Examples::new(lengths.iter().enumerate().map(example).collect(), false)
