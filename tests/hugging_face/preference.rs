@@ -102,7 +102,7 @@ fn trainer(preference: Preference, is_lora: bool) -> Trainer {
 
 /// The labels of a batch of [`Recorded::with_labels`].
 fn labels(loss: PairLoss) -> Vec<f32> {
-    let label = |sequence: usize| if sequence / 2 % 2 == 0 { 1.0 } else { 0.0 };
+    let label = |sequence: usize| if (sequence / 2).is_multiple_of(2) { 1.0 } else { 0.0 };
     if loss == PairLoss::Kto { (0..2 * PAIRS).map(label).collect() } else { Vec::new() }
 }
 
