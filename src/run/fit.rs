@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use gapless_engine::checkpoint::Checkpoint;
 use gapless_engine::data::{DataError, Dataset, TrainingWindows, ValidationWindows, Vocabulary};
+use gapless_engine::nn::PairLoss;
 use gapless_engine::{Batch, GenerateOptions, TrainError, Trainer};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
@@ -183,6 +184,8 @@ impl<'a> TrainingLoop<'a> {
             return Err(TrainError::config("preference.reference", "there is no reference", remedy).into());
         }
         let mut reference = vec![0.0; if needs_reference { self.training.batch() } else { 0 }];
+        let has_labels = preference.is_some_and(|preference| preference.loss == PairLoss::Kto);
+        let mut labels = vec![0.0; if has_labels { self.training.batch() } else { 0 }];
         let size = self.training.batch() * self.training.sequence();
         let (mut tokens, mut targets, mut starts) = buffers(trainer, size);
         let (first, begun, mut busy) = (trainer.steps(), Instant::now(), Duration::ZERO);
@@ -206,9 +209,13 @@ impl<'a> TrainingLoop<'a> {
             if let Some(references) = self.references {
                 references.fill(self.training, trainer.steps() + recent.data_offset, &mut reference);
             }
+            for (index, label) in labels.iter_mut().enumerate() {
+                let step = trainer.steps() + recent.data_offset;
+                *label = f32::from(u8::from(self.training.is_desirable(step, index)));
+            }
             let data = step_begun.elapsed();
             let batch = Batch { tokens: &tokens, targets: &targets, starts: &starts };
-            let report = trainer.step_pairs(&batch, &reference)?;
+            let report = trainer.step_answers(&batch, &reference, &labels)?;
             let both = step_begun.elapsed();
             busy += both;
             let count = trainer.steps();

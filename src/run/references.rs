@@ -94,16 +94,8 @@ pub fn validation_rewards(
     if let Some(references) = references.filter(|_| preference.needs_reference()) {
         answers.iter_mut().zip(&references.validation).for_each(|(answer, known)| answer.reference = f64::from(*known));
     }
-    let pairs: Vec<_> = answers.as_chunks().0.iter().map(|pair| preference.of_pair(*pair)).collect();
-    let mean = |of: &dyn Fn(&(f64, Rewards)) -> f64| (pairs.iter().map(of).sum::<f64>() / pairs.len() as f64) as f32;
-    let reward = |of: fn(&Rewards) -> f32| mean(&|(_, rewards)| f64::from(of(rewards)));
-    let rewards = Rewards {
-        chosen: reward(|rewards| rewards.chosen),
-        rejected: reward(|rewards| rewards.rejected),
-        margin: reward(|rewards| rewards.margin),
-        accuracy: reward(|rewards| rewards.accuracy),
-    };
-    Ok((mean(&|(loss, _)| *loss), rewards))
+    let (loss, rewards) = preference.of_pairs(answers.as_chunks().0);
+    Ok((loss as f32, rewards))
 }
 
 /// Measures the answers of all windows, without a reference.
@@ -121,11 +113,12 @@ fn answers(trainer: &mut Trainer, windows: &ValidationWindows) -> Result<Vec<Ans
         room.pad(count * sequence);
         let EvaluationBatch { tokens, targets, starts } = &room;
         let sums = trainer.log_likelihoods(&Batch { tokens, targets, starts })?;
-        let answer = |(sum, targets): (f32, &[u32])| {
+        let answer = |(index, (sum, targets)): (usize, (f32, &[u32]))| {
             let tokens = targets.iter().filter(|&&target| target != IGNORED).count();
-            Answer { log_likelihood: f64::from(sum), reference: 0.0, tokens }
+            let is_desirable = windows.is_desirable(first + index);
+            Answer { log_likelihood: f64::from(sum), reference: 0.0, tokens, is_desirable }
         };
-        answers.extend(sums.into_iter().zip(targets.chunks_exact(sequence)).take(count).map(answer));
+        answers.extend(sums.into_iter().zip(targets.chunks_exact(sequence)).take(count).enumerate().map(answer));
     }
     Ok(answers)
 }

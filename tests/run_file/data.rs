@@ -295,7 +295,7 @@ fn held_out_examples_are_measured_by_their_answers() {
     let output = place.gapless(&["eval", "prompt", "text.held.txt", "--device", "cpu"]);
     assert!(String::from_utf8_lossy(&output.stdout).starts_with("perplexity"), "{output:?}");
     let wrong = error(&["eval", "text", "text.held.txt", "--format", "poem"]);
-    assert!(wrong.contains("text, prompt, chat or preference"), "{wrong}");
+    assert!(wrong.contains("text, prompt, chat, preference or unpaired"), "{wrong}");
 }
 
 /// Data for validation of their own are counted in place of a part of the training data, and must fill a window.

@@ -1,4 +1,4 @@
-//! Examples for training on answers: prompts with completions, conversations, and pairs of answers.
+//! Examples for training on answers: prompts with completions, conversations, pairs of answers, and answers with labels.
 //!
 //! In: lines of JSON. Out: the tokens of each example, and which of them count in the loss. The tokens that count are
 //! those of answers, including the token that ends an answer. Never: a row with an example in which no token counts.
@@ -34,6 +34,11 @@ pub enum Format {
     /// strings or lists of messages. If `prompt` is missing, it is the common beginning of the two answers. Only the
     /// answers count in the loss. Optional keys are those of `chat`. `[preference]` has the loss.
     Preference,
+    /// The keys `prompt`, `completion` and `label`: an answer, and whether it is desirable (`true` or `false`). Prompt and
+    /// completion are both strings or both lists of messages. Only the completion counts in the loss. Optional keys are
+    /// those of `chat`. The loss is `kto` of `[preference]`. Each prompt also stands beside the completion of the row
+    /// before, and the first prompt beside the last completion, for the reference point of the loss.
+    Unpaired,
 }
 
 impl Format {
@@ -42,9 +47,14 @@ impl Format {
         self != Self::Text
     }
 
-    /// Number of examples in a row, which stay together: 2 for a pair of answers, otherwise 1.
+    /// True if the answers of rows are compared by a loss of preferences.
+    pub fn has_preferences(self) -> bool {
+        matches!(self, Self::Preference | Self::Unpaired)
+    }
+
+    /// Number of examples in a row, which stay together: 2 for preferences, otherwise 1.
     pub(crate) fn examples_per_row(self) -> usize {
-        if self == Self::Preference { 2 } else { 1 }
+        if self.has_preferences() { 2 } else { 1 }
     }
 
     /// True if a file with this extension is read line by line or row by row, so that each line or row can be an
@@ -54,13 +64,14 @@ impl Format {
     }
 }
 
-/// The tokens of an example, and for each whether it counts in the loss.
-type Encoded = (Vec<u32>, Vec<bool>);
+/// The tokens of an example, for each whether it counts in the loss, and whether the example's answer is desirable.
+type Encoded = (Vec<u32>, Vec<bool>, bool);
 
 /// One example, as parsed from a line.
 pub(crate) struct Line {
     number: usize,
     content: Content,
+    is_desirable: bool,
 }
 
 enum Content {
@@ -70,23 +81,35 @@ enum Content {
 }
 
 /// Reads the lines of a .jsonl file, or the rows of a .parquet file. A row with a pair of answers becomes two lines: the
-/// chosen answer and the rejected one.
+/// chosen answer and the rejected one. So does a row with a label: the answer, and that of the row before.
 ///
 /// # Errors
 /// Returns an error if the file cannot be read, if a line is not an example, or if there are no lines. The error for a
 /// line contains the line's number.
 pub(crate) fn read_lines(path: &Path, format: Format) -> Result<Vec<Line>, DataError> {
     check_text(path)?;
-    let mut lines = Vec::new();
+    let fail = |line, reason| DataError::Example { path: path.to_owned(), line, reason };
+    let (mut lines, mut labelled) = (Vec::new(), Vec::new());
     each_line(path, |number, line| {
-        let contents = contents_of(line, format).map_err(|reason| DataError::Example {
-            path: path.to_owned(),
-            line: number,
-            reason,
-        })?;
-        lines.extend(contents.into_iter().map(|content| Line { number, content }));
+        if format == Format::Unpaired {
+            labelled.push(Labelled::of(number, line).map_err(|reason| fail(number, reason))?);
+            return Ok(());
+        }
+        let contents = contents_of(line, format).map_err(|reason| fail(number, reason))?;
+        let content = |(index, content)| Line { number, content, is_desirable: index == 0 };
+        lines.extend(contents.into_iter().enumerate().map(content));
         Ok(())
     })?;
+    if let [one] = &labelled[..] {
+        return Err(fail(one.number, "is the only row; the loss needs the answers to other prompts".into()));
+    }
+    for (index, row) in labelled.iter().enumerate() {
+        let before = &labelled[index.checked_sub(1).unwrap_or(labelled.len() - 1)];
+        for completion in [&row.completion, &before.completion] {
+            let content = row.with(completion).map_err(|reason| fail(row.number, reason))?;
+            lines.push(Line { number: row.number, content, is_desirable: row.label });
+        }
+    }
     if lines.is_empty() {
         return Err(DataError::NoExamples { path: path.to_owned() });
     }
@@ -114,6 +137,52 @@ fn contents_of(line: &str, format: Format) -> Result<Vec<Content>, String> {
     }
     let Prompt { prompt, completion } = serde_json::from_str(line).map_err(|error| error.to_string())?;
     Ok(vec![Content::Prompt(format!("{prompt}{completion}"), prompt.len())])
+}
+
+/// A row with an answer and its label.
+struct Labelled {
+    number: usize,
+    /// The whole row.
+    row: Json,
+    completion: Json,
+    label: bool,
+}
+
+impl Labelled {
+    fn of(number: usize, line: &str) -> Result<Self, String> {
+        #[derive(Deserialize)]
+        struct Row {
+            prompt: Json,
+            completion: Json,
+            label: bool,
+        }
+        let Row { prompt, completion, label } = serde_json::from_str(line).map_err(|error| error.to_string())?;
+        match (&prompt, &completion) {
+            (Json::String(_), Json::String(_)) | (Json::Array(_), Json::Array(_)) => {}
+            _ => return Err("\"prompt\" and \"completion\" are neither both strings nor both lists of messages".into()),
+        }
+        let row = serde_json::from_str(line).map_err(|error| error.to_string())?;
+        Ok(Self { number, row, completion, label })
+    }
+
+    /// Returns the row's prompt with a completion, which may be that of another row.
+    fn with(&self, completion: &Json) -> Result<Content, String> {
+        match (&self.row["prompt"], completion) {
+            (Json::String(prompt), Json::String(completion)) => {
+                Ok(Content::Prompt(format!("{prompt}{completion}"), prompt.len()))
+            }
+            (Json::Array(prompt), Json::Array(_)) => {
+                let mut row = self.row.clone();
+                row["completion"] = completion.clone();
+                let conversation =
+                    Conversation::with_answer(&row.to_string(), &["prompt", "completion"], prompt.len())?;
+                Ok(Content::Chat(conversation))
+            }
+            _ => {
+                Err("has strings where the row before has messages, or the reverse; give all rows the same form".into())
+            }
+        }
+    }
 }
 
 /// Parses a pair of answers: the chosen one and the rejected one.
@@ -160,10 +229,15 @@ impl Line {
         }
     }
 
-    /// Returns the line's tokens, and for each whether it counts in the loss. The tokens include the special tokens
+    /// Returns the line's tokens, for each whether it counts in the loss, and the line's label. The tokens include the special tokens
     /// around the text. If there is the tokenizer of a Hugging Face folder, its post-processor or chat template
     /// determines the special tokens. If there is only a vocabulary, the only special token is the end-of-text token.
     fn encode(&self, encoding: &Encoding<'_>) -> Result<Encoded, DataError> {
+        let (tokens, counts) = self.tokens(encoding)?;
+        Ok((tokens, counts, self.is_desirable))
+    }
+
+    fn tokens(&self, encoding: &Encoding<'_>) -> Result<(Vec<u32>, Vec<bool>), DataError> {
         let &Encoding { path, vocabulary, folder, answers } = encoding;
         match &self.content {
             Content::Chat(conversation) => {
@@ -232,15 +306,19 @@ pub(crate) struct Examples {
     /// The first token of each example, followed by the end of the last one.
     bounds: Vec<u64>,
     counts: Vec<bool>,
-    /// True if each two adjacent examples are the chosen and the rejected answer of a pair.
+    /// For each example, whether its answer is desirable.
+    desirable: Vec<bool>,
+    /// True if each two adjacent examples are those of a row with preferences.
     are_pairs: bool,
 }
 
 impl Examples {
     /// Concatenates encoded examples. Returns the stream of tokens, and the examples in it.
     pub fn new(encoded: Vec<Encoded>, are_pairs: bool) -> (Vec<u32>, Self) {
-        let (mut tokens, mut examples) = (Vec::new(), Self { bounds: vec![0], counts: Vec::new(), are_pairs });
-        for (ids, counts) in encoded {
+        let mut examples = Self { bounds: vec![0], counts: Vec::new(), desirable: Vec::new(), are_pairs };
+        let mut tokens = Vec::new();
+        for (ids, counts, is_desirable) in encoded {
+            examples.desirable.push(is_desirable);
             tokens.extend(ids);
             examples.counts.extend(counts);
             examples.bounds.push(tokens.len() as u64);
@@ -248,9 +326,14 @@ impl Examples {
         (tokens, examples)
     }
 
-    /// True if each two adjacent examples are the chosen and the rejected answer of a pair.
+    /// True if each two adjacent examples are those of a row with preferences.
     pub fn are_pairs(&self) -> bool {
         self.are_pairs
+    }
+
+    /// True if the answer of the example that starts at this token is desirable. This is the chosen answer of a pair.
+    pub fn is_desirable(&self, start: u64) -> bool {
+        self.desirable[self.bounds.partition_point(|&bound| bound <= start) - 1]
     }
 
     /// True if the loss counts this token.
@@ -263,6 +346,9 @@ impl Examples {
         let mut hasher = blake3::Hasher::new();
         self.bounds.iter().for_each(|bound| _ = hasher.update(&bound.to_le_bytes()));
         self.counts.iter().for_each(|&counts| _ = hasher.update(&[u8::from(counts)]));
+        if self.are_pairs {
+            self.desirable.iter().for_each(|&desirable| _ = hasher.update(&[u8::from(desirable)]));
+        }
         hasher.finalize().to_hex().to_string()
     }
 
@@ -338,6 +424,7 @@ mod tests {
             (
                 (0..length).map(|at| (100 * index + at) as u32).collect(),
                 (0..length).map(|at| at >= length / 2).collect(),
+                true,
             )
         };
         Examples::new(lengths.iter().enumerate().map(example).collect(), false)
@@ -393,6 +480,42 @@ mod tests {
         assert_eq!(tokens, [97, 98, 99, 100, 120, 121, 0, 0]);
         assert_eq!(targets, [none, 99, 100, 0, 121, 0, none, none]);
         assert_eq!(starts, [0, 0, 0, 0, 4, 4, 6, 6]);
+    }
+
+    /// An answer with a label is followed by the same prompt with the answer of the line before, and both have its label.
+    #[test]
+    fn answers_with_labels_stand_beside_those_before() {
+        let lines = [
+            r#"{"prompt": "a", "completion": "bc", "label": true}"#,
+            r#"{"prompt": "d", "completion": "e", "label": false}"#,
+            r#"{"prompt": "f", "completion": "g", "label": true}"#,
+        ];
+        let all = dataset(&lines.join("\n"), Format::Unpaired).unwrap().training(6, 2, 7).unwrap();
+        let mut seen = Vec::new();
+        for step in 0..3 {
+            let (mut tokens, mut targets, mut starts) = ([0; 12], [0; 12], [9; 12]);
+            all.fill_documents(step, 0, &mut tokens, &mut targets, &mut starts).unwrap();
+            let answers = [0, 1].map(|index| -> String {
+                let ids = targets[6 * index..][..6].iter().filter(|&&id| id != IGNORED && id != 0);
+                ids.map(|&id| char::from(id as u8)).collect()
+            });
+            assert_eq!(tokens[0], tokens[6], "the prompt is the same");
+            seen.push((char::from(tokens[0] as u8), answers, [0, 1].map(|index| all.is_desirable(step, index))));
+            assert_eq!([0, 1].map(|index| all.all().is_desirable(all.index(step, index))), seen[seen.len() - 1].2);
+        }
+        seen.sort();
+        let row = |prompt, answers: [&str; 2], label| (prompt, answers.map(String::from), [label; 2]);
+        assert_eq!(seen, [row('a', ["bc", "g"], true), row('d', ["e", "bc"], false), row('f', ["g", "e"], true)]);
+
+        for (text, expected) in [
+            (lines[0].to_owned(), "is the only row"),
+            (format!("{}\n{{\"prompt\": \"a\", \"completion\": \"b\"}}", lines[0]), "missing field `label`"),
+            (format!("{}\n{{\"prompt\": \"a\", \"completion\": [], \"label\": true}}", lines[0]), "neither both"),
+            (format!("{}\n{{\"prompt\": [], \"completion\": [], \"label\": true}}", lines[0]), "the same form"),
+        ] {
+            let error = dataset(&text, Format::Unpaired).unwrap_err().to_string();
+            assert!(error.contains(expected), "{error}");
+        }
     }
 
     /// The two answers of a pair are in adjacent rows of a batch, whatever the form of the line. A pair is left out if a

@@ -15,7 +15,9 @@ mod tensors;
 use candle_core::DType;
 use gapless_alloc::arena::ArenaReport;
 use gapless_alloc::draw::MemoryMap;
-use gapless_compile::step::{CheckpointLayout, DOCUMENT_INPUTS, LIMITS_INPUT, LOG_LIKELIHOODS, REFERENCE_INPUT, Share};
+use gapless_compile::step::{
+    CheckpointLayout, DOCUMENT_INPUTS, LABELS_INPUT, LIMITS_INPUT, LOG_LIKELIHOODS, REFERENCE_INPUT, Share,
+};
 use gapless_kernels::Element;
 use gapless_parallel::Coordinate;
 use gapless_runtime::{Session, Times};
@@ -37,7 +39,7 @@ use crate::learning_rate::Schedule;
 use gapless_compile::ProgramId;
 use gapless_compile::report::{self, Report};
 use gapless_compile::step::StepOptions;
-use gapless_graph::nn::Rewards;
+use gapless_graph::nn::{PairLoss, Rewards};
 use gapless_graph::optim::SCALARS;
 use gapless_graph::{Causality, Culprit, LossPart};
 use gapless_runtime::RunOptions;
@@ -238,16 +240,28 @@ impl Trainer {
     /// reference model ([`Self::log_likelihoods`]); it is empty if the loss has no reference.
     ///
     /// # Errors
-    /// Returns the errors of [`Self::step_batch`], and an error if a sequence has no answer, or if `reference` does not
-    /// have one element per sequence.
+    /// Returns the errors of [`Self::step_batch`], and an error if a sequence has no answer, if `reference` does not
+    /// have one element per sequence, or if the loss needs labels ([`Self::step_answers`]).
     pub fn step_pairs(&mut self, batch: &Batch<'_>, reference: &[f32]) -> Result<StepReport> {
+        self.step_answers(batch, reference, &[])
+    }
+
+    /// Like [`Self::step_pairs`], for answers with labels ([`PairLoss::Kto`](gapless_graph::nn::PairLoss::Kto)). Sequence
+    /// 2i of the batch has a prompt and its answer, and sequence 2i + 1 the same prompt and the answer to another prompt.
+    /// `labels` has 1 for each sequence whose answer is desirable and 0 for each other one; those of sequences 2i + 1 have
+    /// no effect. It is empty for a loss of pairs.
+    ///
+    /// # Errors
+    /// Returns the errors of [`Self::step_pairs`], and an error if `labels` does not have one element per sequence, each 0
+    /// or 1.
+    pub fn step_answers(&mut self, batch: &Batch<'_>, reference: &[f32], labels: &[f32]) -> Result<StepReport> {
         let lr = self.schedule.at(self.step);
         let program = self.training()?;
-        self.check_pairs(batch, reference)?;
+        self.check_pairs(batch, reference, labels)?;
         if let (Some(world), Some(check)) = (&mut self.world, &mut self.batch_check) {
             check.run(&mut **world, self.step, batch)?;
         }
-        self.write_step(batch, reference, lr)?;
+        self.write_step(batch, [reference, labels], lr)?;
         self.run(program, false)?;
         let loss = self.session.scalar(program, "loss")?;
         let gradient_norm = self.session.scalar(program, "gradient_norm")?;
@@ -259,7 +273,7 @@ impl Trainer {
                 return Err(TrainError::NonFinite { step: self.step + 1, loss, culprit });
             }
             // The first run may have overwritten the step's inputs, so they are written again.
-            self.write_step(batch, reference, lr)?;
+            self.write_step(batch, [reference, labels], lr)?;
             let culprit = self.run(program, true)?;
             let culprit = culprit.unwrap_or_else(|| match self.world {
                 Some(_) => "another rank".into(),
@@ -294,7 +308,7 @@ impl Trainer {
     /// `tracing` spans report the times instead.
     #[cfg(feature = "cuda")]
     pub fn profile(&mut self, tokens: &[u32], targets: &[u32]) -> Result<Vec<cuda::Timed>> {
-        self.write_step(&Batch { tokens, targets, starts: &[] }, &[], self.schedule.at(self.step))?;
+        self.write_step(&Batch { tokens, targets, starts: &[] }, [&[], &[]], self.schedule.at(self.step))?;
         let (program, options) = (self.training()?, self.run_options());
         let Some(timed) = self.session.profile(program, options)? else {
             let why = "only GPUs time single instructions";
@@ -417,11 +431,21 @@ impl Trainer {
     }
 
     /// Checks that a batch has what the loss of pairs needs.
-    fn check_pairs(&self, batch: &Batch<'_>, reference: &[f32]) -> Result<()> {
+    fn check_pairs(&self, batch: &Batch<'_>, reference: &[f32], labels: &[f32]) -> Result<()> {
         let StepOptions { batch: sequences, sequence, preference, .. } = &self.options.step;
-        let expected = if preference.is_some_and(|preference| preference.needs_reference()) { *sequences } else { 0 };
-        if reference.len() != expected {
-            return Err(TrainError::ElementCount { name: REFERENCE_INPUT.into(), expected, given: reference.len() });
+        let needs_reference = preference.is_some_and(|preference| preference.needs_reference());
+        let needs_labels = preference.is_some_and(|preference| preference.loss == PairLoss::Kto);
+        for (name, given, is_needed) in
+            [(REFERENCE_INPUT, reference, needs_reference), (LABELS_INPUT, labels, needs_labels)]
+        {
+            let (expected, given) = (if is_needed { *sequences } else { 0 }, given.len());
+            if given != expected {
+                return Err(TrainError::ElementCount { name: name.into(), expected, given });
+            }
+        }
+        if let Some(label) = labels.iter().find(|label| ![0.0, 1.0].contains(*label)) {
+            let why = format!("an answer has the label {label}");
+            return Err(TrainError::config("preference", why, "give labels of 0 or 1"));
         }
         let has_answer = |targets: &[u32]| targets.iter().any(|&target| target != IGNORED);
         let unanswered = || batch.targets.chunks_exact(*sequence).position(|targets| !has_answer(targets));
@@ -434,12 +458,14 @@ impl Trainer {
         }
     }
 
-    fn write_step(&mut self, batch: &Batch<'_>, reference: &[f32], lr: f64) -> Result<()> {
+    fn write_step(&mut self, batch: &Batch<'_>, [reference, labels]: [&[f32]; 2], lr: f64) -> Result<()> {
         let program = self.training()?;
         let weight = self.options.step.preference.map(|_| 1.0);
         self.write_batch(program, self.share, self.options.step.batch, batch, weight)?;
-        if !reference.is_empty() {
-            self.write_inputs(program, self.share, &[(REFERENCE_INPUT, reference)])?;
+        for (name, values) in [(REFERENCE_INPUT, reference), (LABELS_INPUT, labels)] {
+            if !values.is_empty() {
+                self.write_inputs(program, self.share, &[(name, values)])?;
+            }
         }
         let rules = self.options.step.update.rules(&self.options.step.optimizer);
         for (input, (rule, factor)) in self.scalars_inputs.iter().zip(rules) {
@@ -502,7 +528,12 @@ impl Trainer {
             let parts = data.chunks_exact(data.len() / share.parts).skip(share.first).step_by(share.stride);
             for (micro_batch, part) in parts.take(share.count).enumerate() {
                 let micro_batch = micro_batch as u32;
-                match self.options.step.fold(self.at.context).filter(|_| *name != REFERENCE_INPUT) {
+                match self
+                    .options
+                    .step
+                    .fold(self.at.context)
+                    .filter(|_| ![REFERENCE_INPUT, LABELS_INPUT].contains(name))
+                {
                     Some(fold) if self.options.step.mesh.context > 1 => {
                         let sequences = part.chunks_exact(self.options.step.sequence);
                         let pieces = sequences.flat_map(|tokens| fold.ranges().map(|range| &tokens[range]));

@@ -35,7 +35,7 @@ pub struct Arguments {
     /// The width of ids in a .bin without a header: u16, u32 or u64.
     #[arg(long, value_parser = token_width)]
     token_width: Option<TokenWidth>,
-    /// The contents of a line of a .jsonl or .parquet file: text, prompt, chat or preference. The default is data.format of the run, or text.
+    /// The contents of a line of a .jsonl or .parquet file: text, prompt, chat, preference or unpaired. The default is data.format of the run, or text.
     #[arg(long, value_parser = format)]
     format: Option<Format>,
     /// Tokens per window. The default is step.sequence of the run; for a folder, as many as the model was trained on, and at most 1024.
@@ -65,7 +65,8 @@ fn token_width(text: &str) -> Result<TokenWidth, String> {
 }
 
 fn format(text: &str) -> Result<Format, String> {
-    serde_json::from_value(text.into()).map_err(|_| "not a format; use text, prompt, chat or preference".to_owned())
+    serde_json::from_value(text.into())
+        .map_err(|_| "not a format; use text, prompt, chat, preference or unpaired".to_owned())
 }
 
 /// Runs the command and reports errors.

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use gapless_engine::compile::step::RankPlan;
 use gapless_engine::data::{Answers, Format, Source};
-use gapless_engine::nn::{LoraInit, Preference, Trainable};
+use gapless_engine::nn::{LoraInit, PairLoss, Preference, Trainable};
 use gapless_engine::{Precision, TrainError};
 use gapless_models::limits;
 
@@ -163,9 +163,18 @@ impl RunConfig {
             let why = "conversations need the chat template of a tokenizer, and there is none".to_owned();
             return fail("data.format", why, "name a data.tokenizer, or a model.folder");
         }
-        if self.data.format != Format::Preference && self.preference != Preference::default() {
-            let why = "only pairs of answers have a loss of preferences".to_owned();
-            return fail("preference", why, "leave it out, or set data.format to \"preference\"");
+        if !self.data.format.has_preferences() && self.preference != Preference::default() {
+            let why = "only pairs of answers and answers with labels have a loss of preferences".to_owned();
+            return fail("preference", why, "leave it out, or set data.format to \"preference\" or \"unpaired\"");
+        }
+        let has_labels = self.data.format == Format::Unpaired;
+        if self.data.format.has_preferences() && has_labels != (self.preference.loss == PairLoss::Kto) {
+            let why = "the loss kto, and no other, is one of answers with labels".to_owned();
+            let remedy = match has_labels {
+                true => "set preference.loss to \"kto\", or data.format to \"preference\"",
+                false => "set data.format to \"unpaired\", or preference.loss to another one",
+            };
+            return fail("preference.loss", why, remedy);
         }
         if self.data.answers != Answers::All && self.data.format != Format::Chat {
             let why = "only conversations have several answers".to_owned();

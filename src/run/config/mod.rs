@@ -19,7 +19,7 @@ mod read;
 use std::path::PathBuf;
 
 use gapless_engine::compile::step::text;
-use gapless_engine::data::{Format, Vocabulary};
+use gapless_engine::data::Vocabulary;
 use gapless_engine::nn::{Preference, Trainable};
 use gapless_engine::{
     DeviceChoice, Generation, LossTerms, MemoryOptions, Pipeline, Sampling, StepOptions, TrainOptions,
@@ -102,7 +102,7 @@ pub struct RunConfig {
     /// Terms of the training loss in addition to the likelihood of the next token. docs/optimizers.md has the formula.
     #[serde(default, skip_serializing_if = "is_default")]
     pub loss: LossTerms,
-    /// The loss of pairs of answers, for `data.format = "preference"`. docs/fine_tuning.md has an example.
+    /// The loss of pairs of answers, for `data.format = "preference"`, or of answers with labels, for `"unpaired"`. docs/fine_tuning.md has an example.
     #[serde(default, skip_serializing_if = "is_default")]
     pub preference: Preference,
     /// The update rule.
@@ -326,7 +326,7 @@ impl RunConfig {
             memory: self.memory.clone(),
             trainable: self.trainable.clone(),
             loss: self.loss,
-            preference: (self.data.format == Format::Preference).then_some(self.preference),
+            preference: self.data.format.has_preferences().then_some(self.preference),
             optimizer: self.optimizer.optimizer(),
             update: self.optimizer.update(self.guard.is_on()),
             documents: self.data.has_documents(),

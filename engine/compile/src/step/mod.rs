@@ -79,6 +79,10 @@ pub const DOCUMENT_INPUTS: [&str; 4] = ["starts", "positions", "weights", "route
 /// `[batch]`. A step without a reference lacks it.
 pub const REFERENCE_INPUT: &str = "reference";
 
+/// The input of a step over answers with labels (`kto`): f32 `[batch]`, 1 for a desirable answer and 0 for an undesirable
+/// one.
+pub const LABELS_INPUT: &str = "labels";
+
 /// The output of an evaluation of preferences that holds the log-likelihood of each sequence.
 pub const LOG_LIKELIHOODS: &str = "log_likelihoods";
 

@@ -6,15 +6,15 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use candle_core::DType;
 use gapless_alloc::Role;
 use gapless_graph::autodiff::differentiate_in;
-use gapless_graph::nn::VarBuilder;
+use gapless_graph::nn::{PairLoss, VarBuilder};
 use gapless_graph::optim::ParameterInfo;
 use gapless_graph::{Graph, Model, Phase, Place, SequenceLoss, Sequences, Spec, Tensor, ValueId, Window, lock};
 use gapless_parallel::{Axes, StageId};
 
 use super::update::{CheckpointLayout, Parameter, Recorded, Update};
 use super::{
-    Build, DOCUMENT_INPUTS, LOSS_PARTS, Overflow, REFERENCE_INPUT, RankPlan, StepOptions, gradient_output,
-    watched_output,
+    Build, DOCUMENT_INPUTS, LABELS_INPUT, LOSS_PARTS, Overflow, REFERENCE_INPUT, RankPlan, StepOptions,
+    gradient_output, watched_output,
 };
 use crate::error::{Error, Result};
 use crate::lower::lower;
@@ -105,9 +105,12 @@ impl TrainStep {
         trace.lock().set_loss_terms(options.loss);
         if let Some(preference) = options.preference {
             let spec = Spec { shape: (options.batch / parts).into(), dtype: DType::F32 };
-            let reference = preference.needs_reference().then(|| trace.input(REFERENCE_INPUT, spec)).transpose()?;
-            let reference = reference.map(|reference| reference.id());
-            trace.lock().set_sequence_loss(SequenceLoss::Pairs { preference, reference });
+            let input = |is_needed: bool, name| -> Result<Option<ValueId>> {
+                is_needed.then(|| Ok(trace.input(name, spec.clone())?.id())).transpose()
+            };
+            let reference = input(preference.needs_reference(), REFERENCE_INPUT)?;
+            let desirable = input(preference.loss == PairLoss::Kto, LABELS_INPUT)?;
+            trace.lock().set_sequence_loss(SequenceLoss::Pairs { preference, reference, desirable });
         }
         let loss = trace.loss(&*model, options.documents, true)?;
         Ok(Self {

@@ -163,7 +163,7 @@ impl Dataset {
         let encoding = Encoding { path, vocabulary: &vocabulary, folder: folder.as_ref(), answers: options.answers };
         let encoded = encode_lines(lines, &encoding)?.into_iter().enumerate();
         let (back, mut front): (Vec<_>, Vec<_>) = encoded.partition(|(index, _)| is_validation(*index));
-        let validation = back.iter().map(|(_, (tokens, _))| tokens.len() as u64).sum();
+        let validation = back.iter().map(|(_, (tokens, ..))| tokens.len() as u64).sum();
         front.extend(back);
         let (tokens, examples) = Examples::new(front.into_iter().map(|(_, example)| example).collect(), per_row == 2);
         let tokens = Tokens::from_ids(tokens);

@@ -147,6 +147,14 @@ impl WindowSource {
         self.range.start + shift + Permutation::new(windows, key).at(place) * sequence
     }
 
+    /// True if the answer of the window of row `row` is desirable; false if the windows are not answers with preferences.
+    pub fn is_desirable(&self, row: u64) -> bool {
+        match &self.kind {
+            Kind::Rows { examples, rows } => examples.is_desirable(rows[row as usize][0].start),
+            _ => false,
+        }
+    }
+
     /// Writes the inputs and targets of the window at `start`.
     pub fn fill(&self, start: u64, inputs: &mut [u32], targets: &mut [u32]) -> Result<(), DataError> {
         if let Kind::Rows { examples, rows } = &self.kind {

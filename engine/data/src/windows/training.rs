@@ -116,6 +116,13 @@ impl TrainingWindows {
         (earlier.map(|(part, _)| part.all()).sum::<u64>() + row) as usize
     }
 
+    /// True if the answer in window `index` of the batch of `step` is desirable: for answers with labels the label, and
+    /// for pairs whether it is the chosen one.
+    pub fn is_desirable(&self, step: u64, index: usize) -> bool {
+        let (cut, row) = self.start(step, index);
+        cut.is_desirable(row)
+    }
+
     /// Writes windows `first..` of the batch of `step`, as many as the slices hold. These may be a micro-batch, or a
     /// rank's share. Inputs and targets are row-major, windows × sequence. Each target is the token after its input.
     /// Allocates nothing.

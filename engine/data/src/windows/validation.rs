@@ -76,6 +76,12 @@ impl ValidationWindows {
         (cut, cut.nth(window))
     }
 
+    /// Like [`TrainingWindows::is_desirable`](super::TrainingWindows::is_desirable), for window `index`.
+    pub fn is_desirable(&self, index: usize) -> bool {
+        let (cut, row) = self.start(index);
+        cut.is_desirable(row)
+    }
+
     /// Writes windows `first..`, as many as the slices hold. Allocates nothing.
     ///
     /// # Errors

@@ -34,8 +34,8 @@ impl Graph {
         self.loss_terms = old.loss_terms;
         self.sequence_loss = old.sequence_loss.map(|loss| match loss {
             SequenceLoss::LogLikelihoods => loss,
-            SequenceLoss::Pairs { preference, reference } => {
-                SequenceLoss::Pairs { preference, reference: reference.map(new) }
+            SequenceLoss::Pairs { preference, reference, desirable } => {
+                SequenceLoss::Pairs { preference, reference: reference.map(&new), desirable: desirable.map(&new) }
             }
         });
         self.log_likelihoods = old.log_likelihoods.map(new);

@@ -74,11 +74,15 @@ pub enum SequenceLoss {
     /// The log-likelihood of each sequence is recorded ([`Graph::log_likelihoods`]). The loss does not change.
     LogLikelihoods,
     /// The loss is that of pairs: sequence 2i has the chosen answer of pair i, and sequence 2i + 1 the rejected one.
+    /// With `kto`, sequence 2i has an answer with a label, and sequence 2i + 1 the answer to another prompt.
     Pairs {
         /// The loss of a pair.
         preference: Preference,
         /// The log-likelihood of each sequence under the reference model: f32 `[batch]`. `None` stands for zeros.
         reference: Option<ValueId>,
+        /// The label of each sequence, for a loss of labels: f32 `[batch]`, 1 for a desirable answer and 0 for an
+        /// undesirable one. The labels of sequences 2i + 1 have no effect.
+        desirable: Option<ValueId>,
     },
 }
 
