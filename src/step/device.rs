@@ -356,6 +356,7 @@ mod tests {
             (gpt, "context_ranks = 2\ntensor_ranks = 2"),
             (gpt, "shard_ranks = 2\ndata_ranks = 2\npipeline_ranks = 2"),
             (mixture, "expert_ranks = 2\ntensor_ranks = 2\ndata_ranks = 2"),
+            (mixture, "tensor_ranks = 2\ndata_ranks = 2\nfold = ['data', 'tensor']"),
         ] {
             let text = format!("model = '{model}'\nsequence = 16\nbatch = 16\nmicro_batches = 2\n{ranks}");
             let keys: Vec<String> = text.lines().map(str::to_owned).collect();
@@ -363,7 +364,7 @@ mod tests {
             let mesh = step.options.mesh;
             // Axes of one rank do not matter.
             let of_mesh = |axes: Axes| axes.iter().filter(|&axis| mesh.size(Axes::of(&[axis])) > 1).collect::<Vec<_>>();
-            let exchanges = [Axes::EXPERTS];
+            let exchanges = [mesh.experts()];
             let known: Vec<_> = rings(mesh).chain(exchanges).map(of_mesh).collect();
             for program in step.programs(&step.record().unwrap()).unwrap() {
                 for instr in &program.instrs {

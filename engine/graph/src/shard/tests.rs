@@ -382,7 +382,7 @@ fn attention_with_concatenated_keys_is_divided_by_heads_and_tokens() {
             is_summed: true,
             windows: None,
         };
-        let context = shard(&graph, &Sharing { axes, ranks, rank, shares }, &request).unwrap();
+        let context = shard(&graph, &Sharing { axes, ranks, rank, shares, folds: false }, &request).unwrap();
         let pairs: Vec<(ValueId, ValueId)> = pairs.iter().map(|&(a, b)| (context.value(a), context.value(b))).collect();
         let (axes, shares) = (Axes::TENSOR, Shares::Parameters { sequence: false });
         let request = Request {
@@ -392,7 +392,7 @@ fn attention_with_concatenated_keys_is_divided_by_heads_and_tokens() {
             is_summed: false,
             windows: None,
         };
-        let tensor = shard(&context.graph, &Sharing { axes, ranks, rank, shares }, &request).unwrap();
+        let tensor = shard(&context.graph, &Sharing { axes, ranks, rank, shares, folds: false }, &request).unwrap();
         for name in ["q", "k", "v", "o"] {
             assert!(!tensor.windows[&format!("attention.{name}.weight")].is_whole(), "{name}, latent: {is_latent}");
         }
