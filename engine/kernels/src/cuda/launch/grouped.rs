@@ -116,9 +116,9 @@ impl GroupedArguments {
 
     /// True if all rows can be copied 16 bytes at a time. The addresses that slots contain are aligned.
     fn are_packs(&self) -> bool {
-        let is_aligned = |address: u64| address % 16 == 0;
+        let is_aligned = |address: u64| address.is_multiple_of(16);
         [self.a, self.b, self.c].into_iter().all(is_aligned)
-            && [self.width, self.out].into_iter().all(|extent| extent % pack(DType::BF16) == 0)
+            && [self.width, self.out].into_iter().all(|extent: u64| extent.is_multiple_of(pack(DType::BF16)))
     }
 
     /// Launches the kernel `stem` for operands of type `from` and a result of type `to`. `are_along` says for each operand
