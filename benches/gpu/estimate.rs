@@ -25,11 +25,9 @@ enum Rate {
     Flops(f64),
     /// Bytes per second.
     Bytes(f64),
-    /// Launches that are not timed separately. The time of the operation's products includes them.
-    InProducts,
 }
 
-use Rate::{Bytes, Flops, InProducts};
+use Rate::{Bytes, Flops};
 
 /// A kind of launch: its name, and its rate.
 type Kind = (&'static str, Rate);
@@ -89,7 +87,6 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<Found> {
             let ms = match rate {
                 Flops(rate) => 1e3 * (launch.flops as f64 / rate).max(LAUNCH),
                 Bytes(rate) => 1e3 * (launch.bytes as f64 / rate).max(LAUNCH),
-                InProducts => 0.0,
             };
             let row = rows.entry(name).or_default();
             row.launches += 1;

@@ -1,11 +1,12 @@
 //! Device profiles: the memory of a device, its published peak rates, and the fractions of these peaks that a step is
 //! assumed to reach. The built-in profiles are in `cards`. A profile in a TOML file has its own values.
 
+use std::collections::BTreeSet;
 use std::path::Path;
 
 use gapless_engine::DeviceChoice;
 use gapless_engine::compile::{Instr, InstrKind};
-use gapless_parallel::{Axes, Coordinate, Mesh, Rates};
+use gapless_parallel::{Axes, Axis, Coordinate, Mesh, Rates};
 use serde::{Deserialize, Serialize};
 
 use super::fits::OverheadSources;
@@ -125,17 +126,25 @@ fn neighbors(mesh: Mesh) -> u64 {
 fn rings(mesh: Mesh) -> impl Iterator<Item = Axes> {
     let has = move |axes: Axes| mesh.size(axes) > 1;
     let experts = mesh.experts();
+    let shards_experts = has(Axes::SHARD) && has(experts);
     let batch = [
         (Axes::BATCH, true),
         (Axes::SHARD, true),
+        (experts | Axes::SHARD, shards_experts),
         // Copies of a sharded model, and copies of experts, reduce parts of gradients.
         (Axes::BATCH & !Axes::SHARD, has(Axes::SHARD)),
         (Axes::BATCH & !experts, has(experts)),
+        (Axes::BATCH & !(experts | Axes::SHARD), shards_experts),
     ];
     // The norm gathers what each rank has of parameters that tensor ranks divide and that other ranks divide further.
-    let joint = [Axes::BATCH, Axes::SHARD, experts].map(|axes| (axes | Axes::TENSOR, has(axes) && has(Axes::TENSOR)));
+    let joint = [(Axes::BATCH, true), (Axes::SHARD, true), (experts, true), (experts | Axes::SHARD, shards_experts)]
+        .map(|(axes, is_used)| (axes | Axes::TENSOR, is_used && has(axes) && has(Axes::TENSOR)));
     let own = [(Axes::TENSOR, true), (Axes::CONTEXT, true)];
-    batch.into_iter().chain(joint).chain(own).filter(move |&(axes, is_used)| is_used && has(axes)).map(|(axes, _)| axes)
+    let all = batch.into_iter().chain(joint).chain(own).filter(|&(axes, is_used)| is_used && has(axes));
+    // Axes of one rank do not matter.
+    let distinct: BTreeSet<Vec<Axis>> =
+        all.map(|(axes, _)| axes.iter().filter(|&axis| has(Axes::of(&[axis]))).collect()).collect();
+    distinct.into_iter().map(|axes| Axes::of(&axes))
 }
 
 /// The distribution over nodes of the ranks that exchange data.
@@ -357,6 +366,9 @@ mod tests {
             (gpt, "shard_ranks = 2\ndata_ranks = 2\npipeline_ranks = 2"),
             (mixture, "expert_ranks = 2\ntensor_ranks = 2\ndata_ranks = 2"),
             (mixture, "tensor_ranks = 2\ndata_ranks = 2\nfold = ['data', 'tensor']"),
+            (mixture, "data_ranks = 2\nshard_ranks = 2\nexpert_ranks = 2"),
+            (mixture, "context_ranks = 2\nshard_ranks = 2\nexpert_ranks = 2"),
+            (mixture, "data_ranks = 2\nshard_ranks = 2\nexpert_ranks = 2\nzero_stage = 2"),
         ] {
             let text = format!("model = '{model}'\nsequence = 16\nbatch = 16\nmicro_batches = 2\n{ranks}");
             let keys: Vec<String> = text.lines().map(str::to_owned).collect();

@@ -238,7 +238,7 @@ fn activations_of_a_layer_follow_from_the_papers_formula() {
     }
 }
 
-/// Of three heads, the first of two tensor ranks has one and the second two. A plan of all ranks is that of the second.
+/// The first of two tensor ranks has one of three heads, and the second has two. A plan of all ranks is that of the second.
 #[test]
 fn a_plan_of_all_ranks_is_that_of_the_fullest() {
     let config = GptConfig { vocabulary: 50, sequence: 24, layers: 2, heads: 3, width: 24, ..GptConfig::default() };

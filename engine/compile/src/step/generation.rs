@@ -46,20 +46,12 @@ impl Generation {
         (window, self.chunk.min(window))
     }
 
-    /// Checks the extents, and that the mesh allows caches.
-    fn check(&self, options: &StepOptions, ranks: &RankPlan) -> Result<()> {
+    /// Checks the extents.
+    fn check(&self, options: &StepOptions) -> Result<()> {
         let (_, chunk) = self.window(options);
         if self.batch == 0 || chunk == 0 {
             let why = "batch, window or chunk is 0";
             return Err(Error::config("generation", why, "set each to at least 1"));
-        }
-        if ranks.mesh.pipeline > 1 || ranks.expert_ranks().ranks > 1 {
-            let why = "pipeline ranks and expert ranks have no caches";
-            return Err(Error::config(
-                "generation",
-                why,
-                "use one pipeline rank and one expert rank without mesh.fold, or leave generation out",
-            ));
         }
         Ok(())
     }
@@ -143,7 +135,7 @@ pub(super) fn cached(
     logits: &Logits,
 ) -> Result<(Vec<Program>, Option<Culprit>)> {
     let Some(generation) = options.caches() else { return Ok((Vec::new(), None)) };
-    generation.check(options, ranks)?;
+    generation.check(options)?;
     let obstacle = match &logits.obstacle {
         Some(culprit) => Some(culprit.clone()),
         None => generation.obstacle(build, options, ranks)?,

@@ -423,8 +423,8 @@ impl StepOptions {
         self.mesh.pipeline.saturating_mul(self.pipeline.chunks)
     }
 
-    /// Returns the caches for generation. Returns `None` if no caches are set, or if the mesh has several pipeline or
-    /// expert ranks.
+    /// Returns the caches for generation. Returns `None` if no caches are set, or if the mesh has several pipeline,
+    /// context or expert ranks, or folds experts.
     pub fn caches(&self) -> Option<&Generation> {
         let is_supported = self.mesh.context == 1 && self.mesh.pipeline == 1 && self.expert_ranks() == 1;
         self.generation.as_ref().filter(|_| is_supported)

@@ -761,7 +761,8 @@ impl<'a> Pass<'a> {
     /// Returns a summand of the whole of a value: this rank's part among zeros.
     fn among_zeros(&mut self, id: ValueId, part: ValueId, cut: usize, like: &Node) -> Result<ValueId> {
         let shape = self.old.value(id).spec.dims().to_vec();
-        // The first rank alone contributes elements that all ranks hold. Where ranks divide two dimensions, there are none.
+        // The first rank alone contributes elements that all ranks hold. Cuts of two dimensions, or of two factors of one, are
+        // only made where there are none.
         let first = &self.cuts[cut][0].clone();
         let divides_one = self.cuts[cut][0].len() == 1;
         let mut value = part;

@@ -3,7 +3,7 @@
 //! In: nodes that route tokens, or that read rows. Out: the same nodes on the rank's own tokens and rows. A routing without
 //! a capacity treats each token on its own. A capacity counts the choices of whole sequences: then every rank routes all
 //! tokens, of which it gathers the choices and no more, and gives rows to those of its own choices that were not dropped.
-//! Never: an exchange of rows between the ranks that divide tokens; ranks with other experts have the model's own.
+//! Never: an exchange of rows; the only one is that which the model records for ranks with other experts.
 
 use std::any::Any;
 use std::sync::Arc;

@@ -303,7 +303,7 @@ fn queries_of_few_key_heads_are_divided() {
     for (ranks, sequence) in [(6, false), (8, false), (8, true)] {
         let (split, collectives) = check(&recorded, ranks, Shares::Parameters { sequence });
         let is_split = |layer: usize, name: &str| split.contains(&format!("h.{layer}.{name}.weight"));
-        // Of 6 ranks, two groups of three divide the queries of two key heads. Four key heads do not divide by six.
+        // Two groups of three of 6 ranks divide the queries of two key heads. Four key heads do not divide by six.
         let layers = if ranks == 6 { vec![0] } else { vec![0, 1] };
         for layer in layers {
             let held = ["q", "k", "v", "o"].map(|name| is_split(layer, name));

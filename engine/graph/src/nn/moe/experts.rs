@@ -76,7 +76,7 @@ impl Experts {
     ) -> Result<Self> {
         if vb.expert_ranks().ranks > 1 {
             let why = "experts with biases cannot be shared by ranks".to_owned();
-            return Err(Error::config("mesh.expert", why, "set it to 1"));
+            return Err(Error::config("mesh.expert", why, "set it to 1, without mesh.fold"));
         }
         let bias = |extent: usize, name: &str| -> Result<Tensor> {
             let bias = vb.get_with_hints((experts, extent), name, Init::Const(0.0))?;

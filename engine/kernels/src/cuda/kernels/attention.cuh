@@ -46,7 +46,7 @@ struct AttentionArguments {
     // If above 0, a score s is replaced by cap·tanh(s/cap).
     f32 cap;
     u32 is_causal;
-    // Only of attention_wg_grad_kv_64: true if the grid is [heads][batch][blocks], false if it is [heads][blocks][batch].
+    // Only read by attention_wg_grad_kv_64: true if the grid is [heads][batch][blocks], false if it is [heads][blocks][batch].
     u32 is_by_size;
 
     // The head of keys that a head of queries reads. Divisions of 32 bits take far fewer instructions than those of 64.

@@ -2,7 +2,8 @@
 // ops/experts/grouped_linear.rs.
 //
 // The number of rows of an expert is only known when a kernel runs, while the number of blocks is fixed before. There
-// are enough blocks for any distribution of the rows. Each block finds its own tile, and exits if there is none.
+// are enough blocks for any distribution of the rows. Each block finds its own tile, and exits if there is none. (In
+// grouped_warpgroups.cu, each block computes several tiles.)
 //
 // The computation of a tile depends on the type `Products<ALONG_A, ALONG_B>`. It represents a tile of TILE × TILE sums
 // that start at zero. `add` adds a product of two operands, DEPTH of the inner index at a time. `visit` calls a

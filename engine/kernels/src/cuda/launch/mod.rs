@@ -341,7 +341,7 @@ pub fn can_walk(layout: &Layout) -> bool {
 /// Number of threads per block in kernels that iterate over elements.
 const BLOCK: u32 = 256;
 
-/// The number of multiprocessors of an H100 or H200.
+/// The number of multiprocessors of an H100 SXM or H200.
 const MULTIPROCESSORS: u64 = 132;
 
 /// Returns the number of blocks that contain this many threads.
