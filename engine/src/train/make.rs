@@ -144,7 +144,7 @@ impl TrainerBuilder<'_> {
     }
 
     /// Plans all ranks of the mesh. Of the ranks with the same stages, only the one that holds most is planned
-    /// ([`Mesh::fullest`]): all of them get its report.
+    /// ([`gapless_parallel::Mesh::fullest`]): all of them get its report.
     ///
     /// # Errors
     /// Returns the errors of [`Self::plan`].
