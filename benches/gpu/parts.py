@@ -14,7 +14,22 @@ OURS = "adafactor|adamw|attention|column_sums|combine|copy|cross_entropy|dispatc
 
 # Test modules of kernels in engine/src/tests/cuda. Modules for kernels that every model uses come first.
 JUDGES = ["norm", "rows", "optim", "elementwise", "products", "attention", "fused"]
-MORE_JUDGES = ["experts", "grouped", "model", "step", "mixture", "trainer", "ranks"]
+MORE_JUDGES = [
+    "experts",
+    "grouped",
+    "cache",
+    "optimizers",
+    "storage",
+    "rounding",
+    "routing",
+    "vocabulary",
+    "warpgroups",
+    "model",
+    "step",
+    "mixture",
+    "trainer",
+    "ranks",
+]
 # Modules that run under a sanitizer, because a small GPT does not launch all of their kernels.
 SANITIZED_JUDGES = ["attention", "elementwise", "experts", "grouped", "norm", "optim", "rows"]
 

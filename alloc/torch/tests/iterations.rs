@@ -58,7 +58,7 @@ generated! {
         let report = job.device.report();
         prop_assert_eq!((report.plans, report.exact_iterations, report.deviations), (1, 4, 0));
         prop_assert_eq!(report.later_device_calls, 0);
-        let most = report.most_requested + report.planned - report.lower_bound + (32 << 20);
+        let most = report.most_requested + report.planned - report.lower_bound + (40 << 20);
         prop_assert!(report.most_reserved <= most, "{report:?}");
     }
 
