@@ -50,15 +50,16 @@ generated! {
     #![cases(12)]
 
     /// The second iteration is predicted from the first, without the setup and without what stays, and what stays lies side
-    /// by side: only whole pages, and the first few requests of a run, are lost.
+    /// by side: only whole pages, the first few requests of a run, and the place of a setup's largest request are lost.
     #[test]
     fn the_second_iteration_is_predicted(sizes in prop::collection::vec(1_000_000..9_000_000u64, 20..60)) {
+        let largest = 2 * sizes.iter().max().unwrap();
         let mut job = Job::new(sizes);
         (0..5).for_each(|_| job.iteration(1));
         let report = job.device.report();
         prop_assert_eq!((report.plans, report.exact_iterations, report.deviations), (1, 4, 0));
         prop_assert_eq!(report.later_device_calls, 0);
-        let most = report.most_requested + report.planned - report.lower_bound + (40 << 20);
+        let most = report.most_requested + report.planned - report.lower_bound + (32 << 20) + largest;
         prop_assert!(report.most_reserved <= most, "{report:?}");
     }
 
