@@ -223,15 +223,14 @@ __device__ __forceinline__ void multiply_tiles(const Tiles& tiles, bool accumula
     for (u32 stage = 0; steps[0].is_there;) {
         const Place own = steps[0].place;
         const u32 columns = tiles.columns - own.column;
-        if (accumulate) {
+        // Without an accumulation, no column of the result is loaded, and all sums start at zero.
 #pragma unroll
-            for (u32 half = 0; half < 2; ++half) {
-                const u32 row = own.row + sums.row_of(half);
-                sums.load_row(tiles.row(own, row) + own.column, half, row < own.end ? columns : 0);
-            }
-            keep_order(sums.at);
+        for (u32 half = 0; half < 2; ++half) {
+            const u32 row = own.row + sums.row_of(half);
+            sums.load_row(tiles.row(own, row) + own.column, half, accumulate && row < own.end ? columns : 0);
         }
-        bool adds = accumulate, is_last;
+        keep_order(sums.at);
+        bool is_last;
         do {
             wait_for_copies<AHEAD - 1>();
             fence_shared_memory();
@@ -243,7 +242,7 @@ __device__ __forceinline__ void multiply_tiles(const Tiles& tiles, bool accumula
 #pragma unroll
                 for (u32 d = 0; d < decltype(depth)::VALUE; d += 16) {
                     const u64 left = at_a.part(warpgroup_of() * WARPGROUP_ROWS, d);
-                    start_product<!Tiles::B::IS_ALONG, !Tiles::A::IS_ALONG>(sums.at, left, at_b.part(0, d), adds || d > 0);
+                    start_product<!Tiles::B::IS_ALONG, !Tiles::A::IS_ALONG>(sums.at, left, at_b.part(0, d), true);
                 }
                 close_products();
             };
@@ -253,7 +252,6 @@ __device__ __forceinline__ void multiply_tiles(const Tiles& tiles, bool accumula
             for (u32 ahead = 1; ahead < AHEAD; ++ahead) steps[ahead - 1] = steps[ahead];
             steps[AHEAD - 1] = start(stage + AHEAD);
             wait_for_products<1>();
-            adds = true;
             ++stage;
         } while (!is_last);
         wait_for_products<0>(sums.at);
