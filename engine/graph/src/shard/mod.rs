@@ -506,11 +506,11 @@ impl<'a> Pass<'a> {
 
     /// Returns the part of a value that a node which runs along a cut reads.
     fn bring(&mut self, id: ValueId, cut: Option<usize>, like: &Node) -> Result<ValueId> {
-        let cut = cut.filter(|&cut| self.has(cut, id));
         if let Source::Constant(number) = self.old.value(id).source {
             let dims = self.window(id, cut).dims();
             return Ok(self.new.constant_like(number, self.old.value(id).spec.in_shape(dims)));
         }
+        let cut = cut.filter(|&cut| self.has(cut, id));
         let state = self.states[&id];
         if state.is_own {
             return Ok(state.id);

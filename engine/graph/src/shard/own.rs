@@ -69,23 +69,20 @@ impl Pass<'_> {
     fn route(&mut self, node: &Node, rows: usize) -> Result<Vec<ValueId>> {
         let op: &dyn Any = &*node.op;
         let [places, slots] = [PLACES, SLOTS].map(|output| node.outputs[output]);
-        let own_of = |pass: &Self, rank| pass.window_of(places, Some(rows), rank).dims();
+        let most = self.most_rows(node, rows);
         let outputs = match (op.downcast_ref::<Route>(), op.downcast_ref::<RouteKept>()) {
             (Some(&Route { experts, chooses, capacity: Some(_) }), _) => {
-                let all = node.inputs.iter().map(|&input| self.bring(input, None, node)).collect::<Result<Vec<_>>>()?;
+                let all = self.bring_all(node, None)?;
                 let all = self.apply(node, node.op.clone(), &all)?[PLACES];
                 let kept = self.slice(all, &self.window(places, Some(rows)), node)?;
                 let mut inputs = vec![kept];
                 if chooses == Chooses::Tokens {
                     inputs.push(self.bring(node.inputs[0], Some(rows), node)?);
                 }
-                let most = self.most_rows(node, |rank| own_of(self, rank));
                 self.apply(node, Arc::new(RouteKept { experts, chooses, rows: most }), &inputs)?
             }
             (_, kept) => {
-                let inputs =
-                    node.inputs.iter().map(|&input| self.bring(input, Some(rows), node)).collect::<Result<Vec<_>>>()?;
-                let most = self.most_rows(node, |rank| own_of(self, rank));
+                let inputs = self.bring_all(node, Some(rows))?;
                 let op = kept.map(|kept| Arc::new(RouteKept { rows: most, ..*kept }) as Arc<dyn Op>);
                 self.apply(node, op.unwrap_or_else(|| node.op.clone()), &inputs)?
             }
@@ -96,9 +93,15 @@ impl Pass<'_> {
         Ok(outputs)
     }
 
-    /// Returns the maximum number of rows of the rank's own tokens. `own` returns the extents of a rank's places.
-    fn most_rows(&self, node: &Node, own: impl Fn(usize) -> Vec<usize>) -> usize {
-        let most = (0..self.sharing.ranks).map(|rank| own(rank).iter().product()).max().unwrap_or(0);
+    /// Returns the parts of a node's inputs that it reads when it runs along a cut.
+    fn bring_all(&mut self, node: &Node, cut: Option<usize>) -> Result<Vec<ValueId>> {
+        node.inputs.iter().map(|&input| self.bring(input, cut, node)).collect()
+    }
+
+    /// Returns the maximum number of rows of the rank's own tokens.
+    fn most_rows(&self, node: &Node, rows: usize) -> usize {
+        let own = |rank| self.window_of(node.outputs[PLACES], Some(rows), rank).elements();
+        let most = (0..self.sharing.ranks).map(own).max().unwrap_or(0);
         self.old.value(node.outputs[SLOTS]).spec.elements().min(most)
     }
 
@@ -120,16 +123,7 @@ impl Pass<'_> {
 
     /// Applies a node's operation to the rank's own rows.
     fn on_own_rows(&mut self, node: &Node, rows: usize) -> Result<Vec<ValueId>> {
-        let mut inputs = Vec::new();
-        for &input in &node.inputs {
-            inputs.push(match self.old.value(input).source {
-                crate::graph::Source::Constant(number) => {
-                    let spec = self.old.value(input).spec.in_shape(self.window(input, Some(rows)).dims());
-                    self.new.constant_like(number, spec)
-                }
-                _ => self.bring(input, Some(rows), node)?,
-            });
-        }
+        let inputs = self.bring_all(node, Some(rows))?;
         if let Some(Collective::AllToAllRows { ranks, .. }) = Collective::of(node) {
             // Rows that come back are as many as were sent. Each rank sends at most all of its rows to this one.
             let [_, from, to] = node.inputs[..] else { unreachable!("rows, and the starts on both sides") };

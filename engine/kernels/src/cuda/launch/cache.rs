@@ -3,7 +3,7 @@
 use candle_core::DType;
 
 use super::attention::{AttentionArguments, Scores, THREADS};
-use super::{Kernel, Launch, Operands, Strides, launches, typed};
+use super::{Kernel, Launch, MULTIPROCESSORS, Operands, Strides, launches, typed};
 use crate::Spec;
 use crate::cuda::Family::Cache;
 
@@ -56,8 +56,8 @@ struct CachedAttentionArguments {
 /// Number of neighbouring elements of a head that a lane processes: `OWN` of cache.cu.
 const OWN: u64 = 8;
 
-/// Number of blocks that keep a card busy: two for each of an H100's 132 multiprocessors.
-const BUSY: u64 = 264;
+/// Number of blocks that keep a card busy: two for each multiprocessor.
+const BUSY: u64 = 2 * MULTIPROCESSORS;
 
 /// The smallest number of keys in a split. With fewer, a block would take longer to start and to combine its result
 /// with the others than to process the keys.
