@@ -73,6 +73,7 @@ fn kernels_do_not_allocate() {
                 scale: 0.2,
                 mask: Mask::Causal { offset: 0 },
                 window: Some(70),
+                chunk: None,
                 cap: Some(3.0),
                 q: strides,
                 k: strides,

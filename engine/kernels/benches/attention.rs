@@ -51,6 +51,7 @@ fn job(batch: usize, heads: usize, tokens: usize, head_size: usize) -> Attention
         scale: 1.0 / (head_size as f32).sqrt(),
         mask: Mask::Causal { offset: 0 },
         window: None,
+        chunk: None,
         cap: None,
         q: packed,
         k: packed,

@@ -66,6 +66,12 @@ fn kernels_agree_with_their_references() {
     };
     check(&[&[2, 4, 3, 8], &[2, 2, 9, 8], &[2, 2, 9, 3]], (&[2, 3], &[6, 7, 8, 0, 1, 2]), windowed);
     check(&[&[1, 2, 1, 8], &[1, 2, 900, 8], &[1, 2, 900, 13]], (&[1, 1], &[899]), windowed);
+    // Chunks, of which a query sees its own.
+    let chunked = |x: &[Tensor], p: &Tensor| {
+        let how = Attention { chunk: Some(4), ..Attention::causal(0.3) };
+        Tensor::apply_op(CachedAttention(how), &[&x[0], &x[1], &x[2], p]).map(|[y]| y)
+    };
+    check(&[&[2, 4, 3, 8], &[2, 2, 9, 8], &[2, 2, 9, 8]], (&[2, 3], &[6, 7, 8, 2, 3, 4]), chunked);
     // A sink for each head.
     check(&[&[2, 4, 3, 8], &[2, 2, 9, 8], &[2, 2, 9, 3], &[4]], (&[2, 3], &[6, 7, 8, 0, 1, 2]), |x, p| {
         Tensor::apply_op(CachedAttention(Attention::causal(0.3)), &[&x[0], &x[1], &x[2], p, &x[3]]).map(|[y]| y)

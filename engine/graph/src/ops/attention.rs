@@ -35,6 +35,9 @@ pub struct Attention {
     /// The maximum number of tokens that a token sees, including itself (Beltagy et al., arXiv 2004.05150). Only for
     /// causal attention.
     pub window: Option<usize>,
+    /// The number of tokens of a chunk: a token sees no token of an earlier chunk (Llama 4). Documents begin with a chunk
+    /// of their own. Only for causal attention.
+    pub chunk: Option<usize>,
     /// The soft cap of scores: a score s is replaced by cap·tanh(s/cap) (Gemma 2, arXiv 2408.00118, section 2).
     pub cap: Option<f64>,
     /// The tokens of the keys' sequence that the queries are. `None` if the queries are its last tokens.
@@ -68,7 +71,7 @@ impl Extents {
 impl Attention {
     /// Attention in which every query sees every key.
     pub fn full(scale: f64) -> Self {
-        Self { scale, causal: false, window: None, cap: None, places: None }
+        Self { scale, causal: false, window: None, chunk: None, cap: None, places: None }
     }
 
     /// Attention in which every query sees the keys up to its own.
@@ -78,16 +81,16 @@ impl Attention {
 
     /// Checks the settings.
     pub(super) fn check(&self) -> Result<(), String> {
-        let Self { scale, causal, window, cap, places: _ } = *self;
+        let Self { scale, causal, window, chunk, cap, places: _ } = *self;
         if !is_positive_f32(scale) {
             return Err(format!("the scale {scale} is not a positive number in f32"));
         }
         if let Some(cap) = cap.filter(|&cap| !is_positive_f32(cap)) {
             return Err(format!("the cap {cap} of the scores is not a positive number in f32"));
         }
-        match window {
-            Some(0) => Err("the window must be at least 1".into()),
-            Some(_) if !causal => Err("a window requires causal attention".into()),
+        match window.into_iter().chain(chunk).min() {
+            Some(0) => Err("the window and the chunk must be at least 1".into()),
+            Some(_) if !causal => Err("a window or a chunk requires causal attention".into()),
             _ => Ok(()),
         }
     }
@@ -100,9 +103,9 @@ impl Attention {
 
     /// The settings in the form that the CUDA kernels take. `None` if they do not support them.
     pub(super) fn scores(&self) -> Option<Scores> {
-        let Self { scale, causal, window, cap, places } = *self;
-        let is_supported = places.is_none();
-        is_supported.then(|| Scores { scale: scale as f32, cap: cap.unwrap_or(0.0) as f32, is_causal: causal, window })
+        let Self { scale, causal, window, chunk, cap, places } = *self;
+        let (scale, cap) = (scale as f32, cap.unwrap_or(0.0) as f32);
+        places.is_none().then_some(Scores { scale, cap, is_causal: causal, window, chunk })
     }
 
     /// True if the queries may be those in this window, [batch, heads, tokens, ..], of all queries.
@@ -130,6 +133,16 @@ impl Attention {
             Some(places) => places.place(query) + 1,
             None => query + 1 + e.keys - e.queries,
         }
+    }
+
+    /// Returns the index of the first key that a query sees. `start` is the first key of the query's document, and `visible`
+    /// the number of keys up to and including the last one that the query sees.
+    pub(super) fn first(&self, start: usize, visible: usize) -> usize {
+        let last = visible.saturating_sub(1);
+        let start = start.min(last);
+        let in_window = self.window.map_or(0, |window| visible.saturating_sub(window));
+        let in_chunk = self.chunk.map_or(start, |chunk| start + (last - start) / chunk * chunk);
+        in_chunk.max(in_window).min(last)
     }
 }
 
@@ -286,6 +299,7 @@ impl Attention {
                 None => Mask::Causal { offset: e.keys - e.queries },
             },
             window: self.window,
+            chunk: self.chunk,
             cap: self.cap.map(|cap| cap as f32),
             q: strides(q),
             k: strides(k),
@@ -300,8 +314,8 @@ impl Attention {
     /// Returns the number of floating-point operations per element of a head that one product over the visible scores
     /// takes.
     fn flops_per_element(&self, e: Extents) -> u64 {
-        if self.places.is_some() {
-            let seen = |query| self.visible(e, query).min(self.window.unwrap_or(usize::MAX));
+        if self.places.is_some() || self.chunk.is_some() {
+            let seen = |query| self.visible(e, query) - self.first(0, self.visible(e, query));
             return 2 * (e.batch * e.heads * (0..e.queries).map(seen).sum::<usize>()) as u64;
         }
         let causal = |queries: usize, keys: usize| queries * (2 * keys - queries + 1) / 2;
@@ -334,9 +348,7 @@ impl Attention {
             let visible = self.visible(e, t);
             let q = &q.data[((b * e.heads + h) * e.queries + t) * e.head_size..][..e.head_size];
             let score = |s| self.score(q, &k.data[e.kv_row(b, h, s) * e.head_size..]);
-            let in_window = self.window.map_or(0, |window| visible.saturating_sub(window));
-            let start = starts.map_or(0, |starts| starts.data[b * e.queries + t] as usize);
-            let first = start.max(in_window).min(visible.saturating_sub(1));
+            let first = self.first(starts.map_or(0, |starts| starts.data[b * e.queries + t] as usize), visible);
             f(b, h, t, first, &(first..visible).map(score).collect::<Vec<f64>>());
         }
     }

@@ -130,7 +130,7 @@ impl Op for CachedAttention {
             let (b, h, t) = (row / tokens / heads, row / tokens % heads, row % tokens);
             let rows = (b * kv_heads + h / (heads / kv_heads)) * window;
             let visible = positions.data[b * tokens + t] as usize + 1;
-            let seen = self.0.window.map_or(0, |window| visible.saturating_sub(window))..visible;
+            let seen = self.0.first(0, visible)..visible;
             let weight = |s: usize| self.0.score(q, &k.data[(rows + s) * size..]).exp();
             let sink = if args.inputs() > 4 { args.input(4).data[h].exp() } else { 0.0 };
             let sum: f64 = seen.clone().map(weight).sum::<f64>() + sink;
@@ -169,6 +169,7 @@ impl CachedAttention {
             scale: self.0.scale as f32,
             mask: Mask::Causal { offset: 0 },
             window: self.0.window,
+            chunk: self.0.chunk,
             cap: self.0.cap.map(|cap| cap as f32),
             q,
             k,

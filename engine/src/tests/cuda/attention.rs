@@ -36,7 +36,7 @@ fn kernels(
         random: Random { key: 0, micro_batch: 0 },
         features: Features { warpgroups, tf32: false },
     };
-    let scores = Scores { scale: 1.0, cap: 0.0, is_causal: true, window: None };
+    let scores = Scores { scale: 1.0, cap: 0.0, is_causal: true, window: None, chunk: None };
     let forward = attention(scores, &operands).unwrap();
     let operands = Operands { inputs: &inputs, outputs: &outputs, workspace: &[11 << 20], ..operands };
     let launches = forward.into_iter().chain(attention_grad(scores, &operands).unwrap());
@@ -142,6 +142,7 @@ fn sinks_take_part_in_the_softmax() {
 fn windows_documents_caps_and_value_sizes_match_the_reference() {
     let causal = Attention::causal(0.3);
     let window = |window| Attention { window: Some(window), ..causal };
+    let chunk = |chunk| Attention { chunk: Some(chunk), ..causal };
     let cap = |of: Attention| Attention { cap: Some(0.8), ..of };
     // (attention, queries, keys, head size, value size, document starts)
     let starts = |tokens: u32| (0..2 * tokens).map(|i| i % tokens / 37 * 37).collect::<Vec<u32>>();
@@ -157,6 +158,9 @@ fn windows_documents_caps_and_value_sizes_match_the_reference() {
         (causal, 150, 150, 16, 16, Some(starts(150))),
         (cap(window(20)), 80, 80, 130, 24, Some(starts(80))),
         (causal, 40, 70, 24, 120, None),
+        (chunk(40), 150, 150, 16, 16, None),
+        (chunk(90), 200, 230, 64, 64, None),
+        (cap(chunk(7)), 150, 150, 72, 64, Some(starts(150))),
         (window(70), 200, 230, 64, 64, None),
         (causal, 200, 200, 64, 48, Some(starts(200))),
         (cap(window(90)), 200, 200, 128, 128, Some(starts(200))),

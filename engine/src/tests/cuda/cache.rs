@@ -27,14 +27,17 @@ fn caches_are_written_and_read() {
     check_forward(&[&[2, 3, 7, 5], &[2, 1, 3, 5]], &[(&[2, 1], &[6, 2])], write);
     let causal = Attention::causal(0.3);
     let near = Attention { window: Some(5), cap: Some(0.7), ..causal };
+    let chunks = Attention { chunk: Some(7), ..causal };
     // (attention, [batch, heads, key heads, queries, keys, head size, value size], positions of the last queries)
-    let cases: [(Attention, [usize; 7], &[u32]); 8] = [
+    let cases: [(Attention, [usize; 7], &[u32]); 10] = [
         (causal, [2, 4, 2, 3, 9, 8, 8], &[8, 2]),
         (causal, [1, 2, 2, 1, 5, 7, 5], &[3]),
         (causal, [2, 2, 2, 1, 300, 16, 16], &[299, 0]),
         (causal, [1, 6, 1, 2, 270, 64, 24], &[200]),
         (near, [2, 4, 2, 3, 9, 8, 3], &[8, 2]),
         (near, [1, 2, 2, 1, 150, 8, 16], &[149]),
+        (chunks, [2, 4, 2, 3, 9, 8, 3], &[8, 2]),
+        (Attention { chunk: Some(140), ..causal }, [1, 2, 2, 1, 150, 8, 16], &[149]),
         (causal, [1, 1, 1, 5, 40, 100, 72], &[39]),
         (causal, [1, 2, 1, 1, 20, 136, 256], &[19]),
     ];

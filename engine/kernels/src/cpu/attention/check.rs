@@ -23,8 +23,8 @@ pub enum AttentionError {
         /// Elements of a head.
         head_size: usize,
     },
-    /// The window is zero, so that no key is visible.
-    #[error("the window is 0; it must be at least 1")]
+    /// The window or the chunk is zero, so that no key is visible.
+    #[error("the window or the chunk is 0; it must be at least 1")]
     Window,
     /// The cap is not positive and finite.
     #[error("the cap of scores is {cap}; it must be positive and finite")]
@@ -98,7 +98,7 @@ impl Attention {
     }
 
     pub(super) fn check_shape(&self) -> Result<(), AttentionError> {
-        let &Self { heads, kv_heads, scale, window, cap, .. } = self;
+        let &Self { heads, kv_heads, scale, window, chunk, cap, .. } = self;
         let head_size = self.widest();
         if heads > 0 && (kv_heads == 0 || heads % kv_heads != 0) {
             return Err(AttentionError::Heads { heads, kv_heads });
@@ -109,7 +109,7 @@ impl Attention {
         if !(scale > 0.0 && scale.is_finite()) {
             return Err(AttentionError::Scale { scale });
         }
-        if window == Some(0) {
+        if window == Some(0) || chunk == Some(0) {
             return Err(AttentionError::Window);
         }
         if let Some(cap) = cap.filter(|cap| !(*cap > 0.0 && cap.is_finite())) {

@@ -83,6 +83,9 @@ pub struct Attention {
     pub mask: Mask,
     /// Maximum number of keys that a query sees, counted back from its last visible one. Must not be 0.
     pub window: Option<usize>,
+    /// Number of keys of a chunk: a query sees no key before the chunk of its last visible one. Chunks begin at the
+    /// query's start. Must not be 0.
+    pub chunk: Option<usize>,
     /// Positive soft cap of the scores: a score s is replaced by cap · tanh(s/cap).
     pub cap: Option<f32>,
     /// Strides of the queries.
@@ -169,7 +172,10 @@ impl Attention {
 
     /// Returns the number of scores that are not masked, over all heads.
     fn scores(&self) -> u64 {
-        let seen = |query| self.visible(query).min(self.window.unwrap_or(usize::MAX)) as u64;
+        let seen = |query| {
+            let visible = self.visible(query);
+            (visible - self.first_key_from(0, visible)) as u64
+        };
         (self.batch * self.heads) as u64 * (0..self.queries).map(seen).sum::<u64>()
     }
 
@@ -354,14 +360,21 @@ impl Attention {
     /// # Safety
     /// `starts` must be null, or valid for one entry per query of each sequence.
     unsafe fn first_key(&self, starts: *const u32, batch: usize, query: usize) -> usize {
-        let visible = self.visible(query);
-        let in_window = self.window.map_or(0, |window| visible.saturating_sub(window));
-        if starts.is_null() {
-            return in_window;
-        }
-        // SAFETY: by this function's contract.
-        let start = unsafe { *starts.add(batch * self.queries + query) } as usize;
-        start.max(in_window).min(visible.saturating_sub(1))
+        let start = match starts.is_null() {
+            true => 0,
+            // SAFETY: by this function's contract.
+            false => unsafe { *starts.add(batch * self.queries + query) as usize },
+        };
+        self.first_key_from(start, self.visible(query))
+    }
+
+    /// Returns the index of the first key that a query sees whose keys begin at `start`, and which sees keys before
+    /// `visible`.
+    fn first_key_from(&self, start: usize, visible: usize) -> usize {
+        let Some(last) = visible.checked_sub(1) else { return 0 };
+        let start = start.min(last);
+        let in_chunk = self.chunk.map_or(start, |chunk| last - (last - start) % chunk);
+        self.window.map_or(in_chunk, |window| in_chunk.max(visible.saturating_sub(window)))
     }
 
     /// Returns the smallest index of a key that any of these queries sees.

@@ -42,6 +42,8 @@ struct AttentionArguments {
     const u32* starts;
     // The number of most recent keys that a query sees; 0 for all.
     u64 window;
+    // The number of keys of a chunk, of which a query sees its own; 0 for all. Chunks begin at the query's start.
+    u64 chunk;
     f32 scale;
     // If above 0, a score s is replaced by cap·tanh(s/cap).
     f32 cap;
@@ -64,13 +66,19 @@ struct AttentionArguments {
     }
 
     // True if some queries do not see the first key.
-    __device__ __forceinline__ bool is_cut() const { return starts || window; }
+    __device__ __forceinline__ bool is_cut() const { return starts || window || chunk; }
 
     // The first key that a query sees.
     __device__ __forceinline__ u64 first_key(u64 batch, u64 query) const {
-        const u64 seen = visible(query), start = starts ? starts[batch * queries + query] : 0;
-        const u64 in_window = window && seen > window ? seen - window : 0, first = start > in_window ? start : in_window;
-        return seen > 0 ? smaller(first, seen - 1) : 0;
+        return first_key_from(starts ? starts[batch * queries + query] : 0, visible(query));
+    }
+
+    // The first key that a query sees whose keys begin at `start`, and which sees keys before `seen`.
+    __device__ __forceinline__ u64 first_key_from(u64 start, u64 seen) const {
+        const u64 last = seen > 0 ? seen - 1 : 0, begin = smaller(start, last);
+        const u64 in_chunk = chunk ? last - u32(last - begin) % u32(chunk) : begin;
+        const u64 in_window = window && seen > window ? seen - window : 0;
+        return in_chunk > in_window ? in_chunk : in_window;
     }
 
     // The first key that any of ROWS queries from `first` on sees. Must be called by whole warps. f32 is exact because

@@ -97,7 +97,7 @@ __device__ __forceinline__ void cached_attention_of(const CachedAttentionArgumen
         const T* own = (const T*)to.q + to.at_q.at(batch, kv_head * group + row % group) + query * to.at_q.token;
         unpack(q[r], neighbours_in<false, OWN>(own, column, size));
         seen[r] = all.visible(batch, query);
-        hidden[r] = to.window && seen[r] > to.window ? seen[r] - to.window : 0;
+        hidden[r] = to.first_key_from(0, seen[r]);
     }
     u64 begin = hidden[0], end = seen[0];
 #pragma unroll

@@ -42,6 +42,7 @@ pub(super) struct AttentionArguments {
     pub(super) at_dv: HeadStrides,
     pub(super) starts: u64,
     pub(super) window: u64,
+    pub(super) chunk: u64,
     pub(super) scale: f32,
     pub(super) cap: f32,
     pub(super) is_causal: u32,
@@ -59,6 +60,8 @@ pub struct Scores {
     pub is_causal: bool,
     /// The number of most recent keys that a query of causal attention sees; `None` if it sees all earlier keys.
     pub window: Option<usize>,
+    /// The number of keys of a chunk, of which a query of causal attention sees its own; `None` if it sees all earlier keys.
+    pub chunk: Option<usize>,
 }
 
 /// Threads per block, and per warpgroup: `ATTENTION_THREADS` of attention.cuh, `WARPGROUP_THREADS` of warpgroup.cuh.
@@ -250,6 +253,7 @@ impl AttentionArguments {
             at_dv: HeadStrides::default(),
             starts: starts.map_or(0, |starts| starts.address),
             window: of.window.unwrap_or(0) as u64,
+            chunk: of.chunk.map_or(0, |chunk| chunk.min(1 << 31) as u64),
             scale: of.scale,
             cap: of.cap,
             is_causal: u32::from(of.is_causal),

@@ -179,6 +179,7 @@ fn job(
         scale: 1.0 / (head_size.max(1) as f32).sqrt(),
         mask: Mask::Causal { offset: keys.saturating_sub(queries) },
         window: None,
+        chunk: None,
         cap: None,
         q: strides(heads, queries),
         k: strides(kv_heads, keys),
@@ -203,6 +204,7 @@ generated! {
         heads_first in any::<bool>(),
         value_size in prop_oneof![Just(None), (0usize..80).prop_map(Some)],
         window in prop_oneof![Just(None), (1usize..50).prop_map(Some)],
+        chunk in prop_oneof![Just(None), (1usize..50).prop_map(Some)],
         cap in prop_oneof![Just(None), (1u32..20).prop_map(|tenths| Some(tenths as f32 / 10.0))],
         threads in 1usize..4,
     ) {
@@ -222,7 +224,7 @@ generated! {
             job.v = strides(kv_heads, keys);
             (job.out, job.d_v) = (strides(job.heads, queries), job.v);
         }
-        (job.window, job.cap) = (window, cap);
+        (job.window, job.chunk, job.cap) = (window, chunk, cap);
         check(job, threads);
     }
 }
@@ -246,6 +248,8 @@ fn long_sequences_agree_with_the_reference() {
         (folded(job(2, (2, 1), (200, 600), 32), 1, 2), 2),
         (Attention { window: Some(1), ..job(1, (2, 1), (300, 500), 64) }, 2),
         (Attention { window: Some(37), ..job(1, (1, 1), (700, 700), 32) }, 3),
+        (Attention { chunk: Some(37), ..job(1, (2, 1), (700, 700), 32) }, 3),
+        (Attention { chunk: Some(300), window: Some(90), ..job(1, (1, 1), (300, 700), 16) }, 2),
         (Attention { window: Some(37), ..folded(job(1, (1, 1), (350, 700), 32), 1, 7) }, 3),
         (Attention { window: Some(300), cap: Some(1.5), ..job(1, (2, 1), (500, 700), 256) }, 1),
     ];
@@ -428,6 +432,7 @@ fn unsound_operands_are_refused() {
     assert_eq!(run(wide, 30, enough), Err(AttentionError::HeadSize { head_size: 257 }));
     assert_eq!(run(Attention { scale: 0.0, ..good }, 30, enough), Err(AttentionError::Scale { scale: 0.0 }));
     assert_eq!(run(Attention { window: Some(0), ..good }, 30, enough), Err(AttentionError::Window));
+    assert_eq!(run(Attention { chunk: Some(0), ..good }, 30, enough), Err(AttentionError::Window));
     assert_eq!(run(Attention { cap: Some(0.0), ..good }, 30, enough), Err(AttentionError::Cap { cap: 0.0 }));
     let strides = HeadStrides { head: 4, ..good.out };
     assert_eq!(

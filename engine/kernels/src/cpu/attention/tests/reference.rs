@@ -74,6 +74,8 @@ fn for_each_row(
                     Mask::Causal { offset } => job.keys.min(i + offset + 1),
                     Mask::Folded(fold) => fold.place(i) + 1,
                 };
+                let chunks = |chunk: usize| (start..visible).step_by(chunk).next_back().unwrap_or(start);
+                let start = job.chunk.map_or(start, chunks);
                 let start = job.window.map_or(start, |window| start.max(visible.saturating_sub(window)));
                 let tanh = |j: usize| job.cap.map(|cap| (f64::from(job.scale) * dot(j) / f64::from(cap)).tanh());
                 let score = |j: usize| match (job.cap, tanh(j)) {
