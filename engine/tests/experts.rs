@@ -3,7 +3,7 @@
 use gapless_engine::nn::{Capacity, Choice, ExpertRanks, RouterConfig, Score};
 use gapless_engine::ops::{
     Chooses, Combine, Dispatch, DocumentLoad, DropPolicy, Dropped, ExpertGroups, ExpertLoad, GroupedLinear, Jitter,
-    Route, RouteKept, RoutedSwiGlu, SlotWeights, TopK,
+    LimitedActivation, Route, RouteKept, RoutedSwiGlu, SlotWeights, TopK,
 };
 use gapless_engine::{Result, Tensor, gradient_check};
 
@@ -82,7 +82,11 @@ fn the_weighted_unit() {
             let [gate] = Tensor::apply_op(Dispatch, &[&x[0], &places, &slots])?;
             let [up] = Tensor::apply_op(Dispatch, &[&x[1], &places, &slots])?;
             let [weights] = Tensor::apply_op(SlotWeights, &[&x[2], &places, &slots])?;
-            let [y] = Tensor::apply_op(RoutedSwiGlu { balanced: None }, &[&gate, &up, &weights, &starts])?;
+            let limited = (!lightest).then_some(LimitedActivation { alpha: 1.7, limit: 0.6 });
+            let [y] =
+                Tensor::apply_op(RoutedSwiGlu { balanced: None, limited: None }, &[&gate, &up, &weights, &starts])?;
+            let [z] = Tensor::apply_op(RoutedSwiGlu { balanced: None, limited }, &[&gate, &up, &weights, &starts])?;
+            let y = y.add(&z)?;
             let [y] = Tensor::apply_op(Combine, &[&y, &places, &slots])?;
             Ok(y)
         });
@@ -112,7 +116,8 @@ fn experts_that_choose() {
             let [rows] = Tensor::apply_op(Dispatch, &[&x[1], &places, &slots])?;
             let [rows] = Tensor::apply_op(GroupedLinear { sources: 1, balanced: None }, &[&rows, &x[2], &starts])?;
             let [weights] = Tensor::apply_op(SlotWeights, &[&x[0], &places, &slots])?;
-            let [rows] = Tensor::apply_op(RoutedSwiGlu { balanced: None }, &[&rows, &rows, &weights, &starts])?;
+            let [rows] =
+                Tensor::apply_op(RoutedSwiGlu { balanced: None, limited: None }, &[&rows, &rows, &weights, &starts])?;
             let [y] = Tensor::apply_op(Combine, &[&rows, &places, &slots])?;
             Ok(y)
         });

@@ -8,7 +8,8 @@ use gapless::engine::compile::Error as CompileError;
 use gapless::engine::ops::{DropPolicy, ExpertGroups};
 use gapless::models::{LlamaConfig, Moe, MoeConfig};
 use gapless::nn::{
-    Capacity, Choice, Embedding, ExpertRanks, Experts, Module, Router, RouterConfig, Score, VarBuilder, embedding,
+    Capacity, Choice, Embedding, ExpertRanks, Experts, LimitedActivation, Module, Router, RouterConfig, Score,
+    VarBuilder, embedding,
 };
 use gapless::parallel;
 use gapless::{
@@ -28,7 +29,7 @@ fn mesh(data: usize, pipeline: usize, expert: usize) -> Mesh {
 }
 
 /// Small models with every kind of routing.
-fn styles() -> [(&'static str, MoeConfig); 4] {
+fn styles() -> [(&'static str, MoeConfig); 6] {
     let llama = LlamaConfig {
         vocabulary: VOCABULARY,
         layers: 2,
@@ -53,6 +54,17 @@ fn styles() -> [(&'static str, MoeConfig); 4] {
         ("dropless", with(router.clone())),
         ("capacity", with(RouterConfig { capacity: capacity(0.75, DropPolicy::Lightest), ..router.clone() })),
         ("sigmoid", MoeConfig { shared_hidden: 24, shared_gate: true, dense_layers: vec![0], ..with(sigmoid) }),
+        (
+            "biases",
+            MoeConfig {
+                limited: Some(LimitedActivation { alpha: 1.7, limit: 0.1 }),
+                ..with(RouterConfig { logit_bias: true, ..router.clone() })
+            },
+        ),
+        (
+            "scaled inputs",
+            MoeConfig { scales_inputs: true, ..with(RouterConfig { renormalise: false, ..router.clone() }) },
+        ),
         (
             "experts choose",
             with(RouterConfig {
@@ -248,8 +260,10 @@ fn pipelines_and_recomputation_change_no_bit() {
 #[test]
 fn experts_read_what_waited_in_a_file_or_in_eight_bits() {
     let names = |names: &[&str]| -> Vec<String> { names.iter().map(|&name| name.to_owned()).collect() };
-    let floats = names(&["linear", "rms_norm", "attention", "add", "grouped_linear", "routed_swiglu"]);
     for (turn, (style, config)) in styles().into_iter().enumerate() {
+        // The backward of experts with biases reads the sums with the biases instead of the products.
+        let products = if config.limited.is_none() { &["grouped_linear"][..] } else { &[] };
+        let floats = names(&[&["linear", "rms_norm", "attention", "add", "routed_swiglu"], products].concat());
         let offload = [&floats[..], &names(&["route"])].concat();
         for &mesh in in_turn(&[mesh(1, 1, 1), mesh(1, 1, 2), mesh(1, 2, 2)], turn) {
             // Every mesh and every style meets every policy, but not every pair of them does.

@@ -17,6 +17,7 @@ mod sequential;
 mod trainable;
 mod var_builder;
 
+pub use crate::ops::LimitedActivation;
 pub use activation::Activation;
 pub use conv::{
     Conv, Conv1d, Conv1dConfig, Conv2d, Conv2dConfig, ConvConfig, conv1d, conv1d_no_bias, conv2d, conv2d_no_bias,
@@ -28,7 +29,7 @@ pub use layers::{
     linear_with_hints, rms_norm, rms_norm_offset,
 };
 pub use model::Model;
-pub use moe::{Capacity, Choice, Exchange, Experts, LimitedActivation, Router, RouterConfig, Routing, Score};
+pub use moe::{Capacity, Choice, Exchange, Experts, Router, RouterConfig, Routing, Score};
 pub use ops::Dropout;
 pub use preference::{Answer, PairLoss, Preference, Rewards};
 pub use quantize::{Quantize, QuantizedFormat, QuantizedRounding};

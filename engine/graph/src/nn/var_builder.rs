@@ -110,13 +110,12 @@ impl VarBuilder {
         self.expert_ranks
     }
 
-    /// Declares a parameter [experts, ..] of which each expert rank holds an equal share [experts ÷ ranks, ..]. The
-    /// initial values are drawn from a normal distribution with standard deviation 0.02.
+    /// Declares a parameter [experts, ..] of which each expert rank holds an equal share [experts ÷ ranks, ..].
     ///
     /// # Errors
     /// Returns an error if the number of experts is not a multiple of the number of expert ranks, or if a parameter of
     /// this name is already declared with another shape.
-    pub fn get_share(&self, shape: impl Into<Shape>, name: &str) -> Result<Tensor> {
+    pub fn get_share(&self, shape: impl Into<Shape>, name: &str, init: Init) -> Result<Tensor> {
         let whole = Spec { shape: shape.into(), dtype: self.dtype };
         let ExpertRanks { ranks, rank, .. } = self.expert_ranks;
         let Some(experts) = whole.dims().first().copied().filter(|experts| experts.is_multiple_of(ranks)) else {
@@ -124,9 +123,8 @@ impl VarBuilder {
             return Err(Error::config("mesh.expert", why, "choose a divisor of the number of experts"));
         };
         if ranks == 1 || experts == 0 {
-            return self.get(whole.shape, name);
+            return self.get_with_hints(whole.shape, name, init);
         }
-        let init = Init::Randn { mean: 0.0, stdev: 0.02 };
         let name = self.full(name);
         let mut graph = lock(&self.graph);
         let share = experts / ranks;

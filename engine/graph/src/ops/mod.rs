@@ -62,7 +62,7 @@ pub use embedding::Embedding;
 pub(crate) use experts::TopKGrad;
 pub use experts::{
     Chooses, Combine, Dispatch, DocumentLoad, DropPolicy, Dropped, ExpertGroups, ExpertLoad, GroupedLinear, Jitter,
-    LogSumExp, NONE, Route, RouteKept, RoutedSwiGlu, RunLengths, RunStarts, SlotWeights, TopK,
+    LimitedActivation, LogSumExp, NONE, Route, RouteKept, RoutedSwiGlu, RunLengths, RunStarts, SlotWeights, TopK,
 };
 pub use gather::{Gather, ScatterAdd};
 pub use layer_norm::LayerNorm;

@@ -2,8 +2,8 @@
 
 use super::judge::check;
 use crate::ops::{
-    Chooses, Combine, Dispatch, DocumentLoad, DropPolicy, Dropped, ExpertGroups, ExpertLoad, Route, RoutedSwiGlu,
-    RunLengths, RunStarts, SlotWeights, TopK,
+    Chooses, Combine, Dispatch, DocumentLoad, DropPolicy, Dropped, ExpertGroups, ExpertLoad, LimitedActivation, Route,
+    RoutedSwiGlu, RunLengths, RunStarts, SlotWeights, TopK,
 };
 use crate::{Result, Tensor};
 
@@ -73,9 +73,11 @@ fn experts_choose() {
     });
 }
 
+const LIMITED: Option<LimitedActivation> = Some(LimitedActivation { alpha: 1.7, limit: 0.6 });
+
 #[test]
 fn gated_units_of_used_rows() {
-    for capacity in [None, Some((5, DropPolicy::Last))] {
+    for (capacity, limited) in [(None, None), (Some((5, DropPolicy::Last)), None), (None, LIMITED)] {
         for width in [3, 170] {
             let rows = 2 * TOKENS * 2;
             let rows = capacity.map_or(rows, |(most, _)| rows.min(2 * EXPERTS * most));
@@ -86,7 +88,7 @@ fn gated_units_of_used_rows() {
                 &[(IDS_DIMS, &ids())],
                 |x, ids| {
                     let [_, _, starts] = route(&ids[0], capacity, None)?;
-                    let op = RoutedSwiGlu { balanced: None };
+                    let op = RoutedSwiGlu { balanced: None, limited };
                     let [y] = Tensor::apply_op(op, &[&x[0], &x[1], &x[2], &starts])?;
                     Ok(y)
                 },

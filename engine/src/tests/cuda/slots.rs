@@ -6,7 +6,8 @@ use gapless_graph::{Numbers, launches};
 use super::host;
 use super::memory::Region;
 use crate::cuda::launch::{
-    SLOT, grouped_linear, grouped_linear_grad_input, grouped_linear_grad_weight, routed_gated, routed_gated_grad,
+    GatedUnit, SLOT, grouped_linear, grouped_linear_grad_input, grouped_linear_grad_weight, routed_gated,
+    routed_gated_grad,
 };
 use crate::cuda::{Features, Launch, Operand, Operands, Random};
 use crate::ops::{Binary, BinaryKind, Powf};
@@ -111,8 +112,10 @@ fn kernels_find_what_is_placed() {
     check("grouped_linear", &[rows, weight], &[wide], Some(2), |all| grouped_linear(2, all));
     check("grouped_linear_grad_input", &[wide, weight], &[rows], Some(2), |all| grouped_linear_grad_input(2, all));
     check("grouped_linear_grad_weight", &[rows, wide], &[weight], Some(2), |all| grouped_linear_grad_weight(2, all));
-    check("routed_swiglu", &[rows, rows, weights], &[rows], Some(3), routed_gated);
-    check("routed_swiglu_grad", &[rows, rows, weights, rows], &[rows, rows, weights], Some(3), routed_gated_grad);
+    let unit = GatedUnit { alpha: 1.7, limit: 0.6, shift: 1.0 };
+    check("routed_swiglu", &[rows, rows, weights], &[rows], Some(3), |operands| routed_gated(unit, operands));
+    let of_grad = |operands: &Operands<'_>| routed_gated_grad(unit, operands);
+    check("routed_swiglu_grad", &[rows, rows, weights, rows], &[rows, rows, weights], Some(3), of_grad);
     // Elementwise operations stop after the last row, with and without packs.
     for dims in [rows, weights] {
         let add = Binary { kind: BinaryKind::Add };

@@ -3,7 +3,7 @@
 use super::Routing;
 use crate::error::{Error, Result};
 use crate::nn::ExpertRanks;
-use crate::ops::{Collective, GroupedLinear, RoutedSwiGlu, RunLengths, RunStarts};
+use crate::ops::{Collective, GroupedLinear, LimitedActivation, RoutedSwiGlu, RunLengths, RunStarts};
 use crate::tensor::Tensor;
 
 /// The exchange of rows between the expert ranks, and the products on the rows of this rank's experts. On one rank,
@@ -115,7 +115,20 @@ impl Exchange {
     /// # Errors
     /// Returns an error if the shapes do not fit.
     pub fn swiglu(&self, gate: &Tensor, up: &Tensor, weights: &Tensor) -> Result<Tensor> {
-        Tensor::apply_op::<1>(RoutedSwiGlu { balanced: self.balanced() }, &[gate, up, weights, &self.received])
-            .map(|[rows]| rows)
+        self.unit([gate, up, weights], None)
+    }
+
+    /// Computes the [activation](LimitedActivation) of gate and up of every row times the row's weight; gate and up are
+    /// [rows, width], weights [rows, 1].
+    ///
+    /// # Errors
+    /// Returns an error if the shapes do not fit.
+    pub fn limited(&self, gate: &Tensor, up: &Tensor, weights: &Tensor, how: LimitedActivation) -> Result<Tensor> {
+        self.unit([gate, up, weights], Some(how))
+    }
+
+    fn unit(&self, [gate, up, weights]: [&Tensor; 3], limited: Option<LimitedActivation>) -> Result<Tensor> {
+        let op = RoutedSwiGlu { balanced: self.balanced(), limited };
+        Tensor::apply_op::<1>(op, &[gate, up, weights, &self.received]).map(|[rows]| rows)
     }
 }

@@ -5,5 +5,5 @@ mod experts;
 mod router;
 
 pub use exchange::Exchange;
-pub use experts::{Experts, LimitedActivation};
+pub use experts::Experts;
 pub use router::{Capacity, Choice, Router, RouterConfig, Routing, Score};

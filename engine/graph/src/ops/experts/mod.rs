@@ -37,7 +37,7 @@ pub use jitter::Jitter;
 pub use load::{Dropped, ExpertLoad};
 pub use log_sum_exp::LogSumExp;
 pub use route::{Chooses, DropPolicy, Route, RouteKept};
-pub use routed_swiglu::RoutedSwiGlu;
+pub use routed_swiglu::{LimitedActivation, RoutedSwiGlu};
 pub use slot_weights::SlotWeights;
 pub use starts::{RunLengths, RunStarts};
 pub(crate) use top_k::TopKGrad;

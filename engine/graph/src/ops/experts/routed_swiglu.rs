@@ -1,9 +1,13 @@
-//! SwiGLU of experts, weighted by the router.
+//! The gated unit of experts, weighted by the router.
 
 use std::sync::Arc;
 
 use gapless_kernels::Spec;
 use gapless_kernels::cpu::{Args, InPieces, Pieces, math, reduce, rows_per_task, vectorize};
+use gapless_kernels::cuda::launch::GatedUnit;
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
 
 use super::used_rows;
 use crate::error::Result;
@@ -13,7 +17,18 @@ use crate::rule::Rule;
 use crate::tensor::Tensor;
 use crate::{Gradient, Op, RowUse};
 
-/// y = w·silu(gate)·up for each row, from gate and up [rows, width], weights w [rows, 1] and `starts` (see
+/// The activation (u + 1)·g·sigmoid(alpha·g) of experts with biases, where g is the gate limited to at most `limit`, and u
+/// is up limited to −`limit` to `limit` (gpt-oss).
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct LimitedActivation {
+    /// The factor of the gate in its sigmoid.
+    pub alpha: f64,
+    /// The limit of gate and up.
+    pub limit: f64,
+}
+
+/// y = w·silu(gate)·up, or w·[activation](LimitedActivation)(gate, up), for each row, from gate and up [rows, width], weights w [rows, 1] and `starts` (see
 /// [`Route`](super::Route)). The weight is applied to the input of the expert's last product. If it were applied to the
 /// output, the gradient of the weight would need that output, which would have to be kept. Rows after the last used one
 /// are zeros.
@@ -22,6 +37,16 @@ pub struct RoutedSwiGlu {
     /// The number of rows under balanced routing ([`RowUse::DynamicOutputs`](crate::RowUse::DynamicOutputs)), or `None`
     /// if the number of rows is fixed.
     pub balanced: Option<usize>,
+    /// The activation, if it is not SwiGLU.
+    pub limited: Option<LimitedActivation>,
+}
+
+/// Returns the gated unit of an activation: (u + shift)·g·sigmoid(alpha·g) of the limited gate and up.
+fn unit(limited: Option<LimitedActivation>) -> GatedUnit {
+    match limited {
+        None => GatedUnit { alpha: 1.0, limit: f32::INFINITY, shift: 0.0 },
+        Some(LimitedActivation { alpha, limit }) => GatedUnit { alpha: alpha as f32, limit: limit as f32, shift: 1.0 },
+    }
 }
 
 impl Op for RoutedSwiGlu {
@@ -38,10 +63,15 @@ impl Op for RoutedSwiGlu {
     }
 
     fn on_rows_of(&self, ranks: usize) -> Option<Arc<dyn Op>> {
-        Some(Arc::new(Self { balanced: super::balanced_on(ranks, self.balanced) }))
+        Some(Arc::new(Self { balanced: super::balanced_on(ranks, self.balanced), ..*self }))
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
+        if let Some(LimitedActivation { alpha, limit }) = self.limited
+            && ![alpha, limit].into_iter().all(crate::ops::is_positive_f32)
+        {
+            return Err(format!("alpha {alpha} or the limit {limit} is not a positive number in f32"));
+        }
         crate::ops::expect_equal(&inputs[..2])?;
         crate::ops::expect_float(&inputs[1..3])?;
         crate::ops::expect_ids("starts", &inputs[3])?;
@@ -54,8 +84,7 @@ impl Op for RoutedSwiGlu {
 
     fn gradient(&self, g: &mut Gradient) -> Result<()> {
         let inputs = [g.input(0), g.input(1), g.input(2), g.input(3), g.grad(0)];
-        let [d_gate, d_up, d_weights] =
-            Tensor::apply_op(RoutedSwiGluGrad { balanced: self.balanced }, &inputs.each_ref())?;
+        let [d_gate, d_up, d_weights] = Tensor::apply_op(RoutedSwiGluGrad(*self), &inputs.each_ref())?;
         for (index, gradient) in [d_gate, d_up, d_weights].into_iter().enumerate() {
             if g.wants(index) {
                 g.accumulate(index, gradient);
@@ -81,16 +110,20 @@ impl Op for RoutedSwiGlu {
         let width = gapless_kernels::width(args.output_dims(0));
         let (out, unused) = out.split_at_mut(used_rows(args.input(3)) * width);
         unused.fill(0.0);
+        let GatedUnit { alpha, limit, shift } = unit(self.limited);
         let rows = rows_per_task(width);
         let tasks = out.pieces_mut(rows * width).zip(gate.pieces(rows * width)).zip(weights.pieces(rows));
         tasks.for_each(|((out, gate), weights)| {
             for ((out, gate), &weight) in out.chunks_exact_mut(width).zip(gate.chunks_exact(width)).zip(weights) {
-                vectorize!(out.iter_mut().zip(gate).for_each(|(y, &g)| *y *= weight * g * math::sigmoid(g)));
+                vectorize!(out.iter_mut().zip(gate).for_each(|(y, &g)| {
+                    let g = below(g, limit);
+                    *y = (y.clamp(-limit, limit) + shift) * (weight * g * math::sigmoid(alpha * g));
+                }));
             }
         });
     }
     fn cuda(&self, operands: &gapless_kernels::cuda::Operands<'_>) -> Option<Vec<gapless_kernels::cuda::Launch>> {
-        gapless_kernels::cuda::launch::routed_gated(operands)
+        gapless_kernels::cuda::launch::routed_gated(unit(self.limited), operands)
     }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
@@ -98,10 +131,29 @@ impl Op for RoutedSwiGlu {
         let width = gapless_kernels::width(&gate.dims);
         let used = args.input(3).data.last().copied().unwrap_or(0.0) as usize * width;
         let y = |(i, (&g, &u)): (usize, (&f64, &f64))| match i < used {
-            true => weights.data[i / width] * g / (1.0 + (-g).exp()) * u,
+            true => weights.data[i / width] * self.value(g, u)[0],
             false => 0.0,
         };
         vec![Array::new(&gate.dims, gate.data.iter().zip(&up.data).enumerate().map(y).collect())]
+    }
+}
+
+/// Returns the lesser of x and a limit. NaN stays NaN.
+#[inline(always)]
+fn below(x: f32, limit: f32) -> f32 {
+    if x > limit { limit } else { x }
+}
+
+impl RoutedSwiGlu {
+    /// Returns the activation of a gate and up, in f64, and its derivatives by both.
+    fn value(&self, gate: f64, up: f64) -> [f64; 3] {
+        let LimitedActivation { alpha, limit } =
+            self.limited.unwrap_or(LimitedActivation { alpha: 1.0, limit: f64::INFINITY });
+        let (g, u) = (gate.min(limit), up.clamp(-limit, limit));
+        let (s, factor) = (1.0 / (1.0 + (-alpha * g).exp()), if self.limited.is_some() { u + 1.0 } else { u });
+        let by_gate = if gate > limit { 0.0 } else { factor * s * (1.0 + alpha * g * (1.0 - s)) };
+        let by_up = if up.abs() > limit { 0.0 } else { g * s };
+        [factor * g * s, by_gate, by_up]
     }
 }
 
@@ -113,9 +165,7 @@ fn elements(rows: &Spec, balanced: Option<usize>) -> u64 {
 /// The gradients (d_gate, d_up, d_weights) of [`RoutedSwiGlu`], from (gate, up, weights, starts, dy). d_gate and d_up
 /// may overwrite gate and up.
 #[derive(Debug, Clone, Copy)]
-struct RoutedSwiGluGrad {
-    balanced: Option<usize>,
-}
+struct RoutedSwiGluGrad(RoutedSwiGlu);
 
 impl Op for RoutedSwiGluGrad {
     fn name(&self) -> &'static str {
@@ -123,7 +173,7 @@ impl Op for RoutedSwiGluGrad {
     }
 
     fn rows(&self) -> RowUse {
-        super::rows(3, self.balanced)
+        super::rows(3, self.0.balanced)
     }
 
     fn rule(&self, _: &[Spec], _: &[Spec]) -> Option<Rule> {
@@ -131,7 +181,7 @@ impl Op for RoutedSwiGluGrad {
     }
 
     fn on_rows_of(&self, ranks: usize) -> Option<Arc<dyn Op>> {
-        Some(Arc::new(Self { balanced: super::balanced_on(ranks, self.balanced) }))
+        Some(Arc::new(Self(RoutedSwiGlu { balanced: super::balanced_on(ranks, self.0.balanced), ..self.0 })))
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
@@ -143,7 +193,7 @@ impl Op for RoutedSwiGluGrad {
     }
 
     fn flops(&self, inputs: &[Spec], _: &[Spec]) -> u64 {
-        12 * elements(&inputs[0], self.balanced)
+        12 * elements(&inputs[0], self.0.balanced)
     }
 
     fn run(&self, args: &mut Args<'_>) {
@@ -161,6 +211,7 @@ impl Op for RoutedSwiGluGrad {
         let (d_up, no_up) = d_up.split_at_mut(used * width);
         let (d_weights, no_weights) = d_weights.split_at_mut(used);
         [no_gate, no_up, no_weights].into_iter().for_each(|unused| unused.fill(0.0));
+        let GatedUnit { alpha, limit, shift } = unit(self.0.limited);
         let rows = rows_per_task(width);
         let tasks = d_gate.pieces_mut(rows * width).zip(d_up.pieces_mut(rows * width));
         let of_rows = weights.pieces(rows).zip(d_weights.pieces_mut(rows));
@@ -168,18 +219,24 @@ impl Op for RoutedSwiGluGrad {
             let rows = d_gate.chunks_exact_mut(width).zip(d_up.chunks_exact_mut(width)).zip(dy.chunks_exact(width));
             for (((gate, up), dy), (&weight, d_weight)) in rows.zip(weights.iter().zip(d_weights)) {
                 vectorize!({
-                    *d_weight = reduce::sum3(gate, up, dy, |g, u, dy| dy * g * math::sigmoid(g) * u);
+                    *d_weight = reduce::sum3(gate, up, dy, |g, u, dy| {
+                        let g = below(g, limit);
+                        dy * g * math::sigmoid(alpha * g) * (u.clamp(-limit, limit) + shift)
+                    });
                     for ((gate, up), &dy) in gate.iter_mut().zip(up.iter_mut()).zip(dy) {
-                        let (g, u) = (*gate, *up);
-                        *gate = weight * dy * u * silu_derivative(g);
-                        *up = weight * dy * g * math::sigmoid(g);
+                        let (g, u) = (below(*gate, limit), up.clamp(-limit, limit));
+                        let by_gate = weight * dy * (u + shift) * silu_derivative(alpha * g);
+                        let by_up = weight * dy * g * math::sigmoid(alpha * g);
+                        // A limited element has no gradient.
+                        *gate = if *gate > limit { 0.0 } else { by_gate };
+                        *up = if up.abs() > limit { 0.0 } else { by_up };
                     }
                 });
             }
         });
     }
     fn cuda(&self, operands: &gapless_kernels::cuda::Operands<'_>) -> Option<Vec<gapless_kernels::cuda::Launch>> {
-        gapless_kernels::cuda::launch::routed_gated_grad(operands)
+        gapless_kernels::cuda::launch::routed_gated_grad(unit(self.0.limited), operands)
     }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
@@ -191,10 +248,10 @@ impl Op for RoutedSwiGluGrad {
             let w = weights.data[row];
             for i in row * width..(row + 1) * width {
                 let (g, u, dy) = (gate.data[i], up.data[i], dy.data[i]);
-                let s = 1.0 / (1.0 + (-g).exp());
-                d_gate.data[i] = w * dy * u * s * (1.0 + g * (1.0 - s));
-                d_up.data[i] = w * dy * g * s;
-                d_weights.data[row] += dy * g * s * u;
+                let [value, by_gate, by_up] = self.0.value(g, u);
+                d_gate.data[i] = w * dy * by_gate;
+                d_up.data[i] = w * dy * by_up;
+                d_weights.data[row] += dy * value;
             }
         }
         vec![d_gate, d_up, d_weights]

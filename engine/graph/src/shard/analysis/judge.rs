@@ -456,6 +456,7 @@ fn attention(judge: &mut Judge) -> Result<()> {
         Attention::full(0.3),
         Attention::causal(0.3),
         Attention { window: Some(2), cap: Some(0.5), ..Attention::causal(0.3) },
+        Attention { chunk: Some(2), ..Attention::causal(0.3) },
     ] {
         judge.check(shapes, &[], |x, _| x[0].attend(&x[1], &x[2], how))?;
         judge.check(shapes, &[], |x, _| x[0].attend_with_sinks(&x[1], &x[2], &x[3], how))?;
@@ -535,7 +536,8 @@ fn experts(judge: &mut Judge) -> Result<()> {
             let rows = rows.add(&exchanged)?;
             let [weights] = Tensor::apply_op(SlotWeights, &[&x[3], &places, &slots])?;
             let (gate, up) = (linear(&rows, &x[1])?, linear(&rows, &x[1])?);
-            let [rows] = Tensor::apply_op(RoutedSwiGlu { balanced: None }, &[&gate, &up, &weights, &starts])?;
+            let [rows] =
+                Tensor::apply_op(RoutedSwiGlu { balanced: None, limited: None }, &[&gate, &up, &weights, &starts])?;
             let [y] = Tensor::apply_op(Combine, &[&linear(&rows, &x[2])?, &places, &slots])?;
             for whole_tokens in [false, true] {
                 Tensor::apply_op::<1>(Dropped { whole_tokens }, &[&places])?;

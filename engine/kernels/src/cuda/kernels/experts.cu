@@ -84,9 +84,23 @@ struct RoutedSwiGluArguments {
     // Only used by the forward.
     void* y;
     u64 width;
+    // The unit (u + shift)·g·sigmoid(alpha·g) of the limited gate and up.
+    f32 alpha;
+    f32 limit;
+    f32 shift;
+
+    // A limited gate times its sigmoid. NaN stays NaN.
+    __device__ __forceinline__ f32 activated(f32 gate) const {
+        return silu(alpha * (gate > limit ? limit : gate)) / alpha;
+    }
+
+    // Limited up with its summand.
+    __device__ __forceinline__ f32 factor(f32 up) const {
+        return (up > limit ? limit : up < -limit ? -limit : up) + shift;
+    }
 };
 
-// y = w·silu(gate)·up. If y was allocated for all rows, unused rows are set to zero. y may overwrite up.
+// y = w·unit(gate, up). If y was allocated for all rows, unused rows are set to zero. y may overwrite up.
 template <typename T>
 __device__ void routed_swiglu(const RoutedSwiGluArguments& to) {
     const u64 row = blockIdx.x, first = row * to.width;
@@ -103,7 +117,7 @@ __device__ void routed_swiglu(const RoutedSwiGluArguments& to) {
             load_neighbours(of_gate, gate + first + i);
             load_neighbours(of_up, up + first + i);
         }
-        for (u32 j = 0; j < N; ++j) of_up[j] *= weight * silu(of_gate[j]);
+        for (u32 j = 0; j < N; ++j) of_up[j] = is_used ? to.factor(of_up[j]) * (weight * to.activated(of_gate[j])) : 0.0f;
         store_neighbours(y + first + i, of_up);
     });
 }
@@ -131,10 +145,12 @@ __device__ void routed_swiglu_grad(const RoutedSwiGluArguments& to) {
             load_neighbours(d, dy + first + i);
         }
         for (u32 j = 0; j < N; ++j) {
-            const f32 activated = silu(g[j]), of_gate = weight * d[j] * u[j] * silu_derivative(g[j]);
-            d_weight += d[j] * activated * u[j];
-            u[j] = weight * d[j] * activated;
-            g[j] = of_gate;
+            // A limited element has no gradient.
+            const f32 activated = to.activated(g[j]), factor = to.factor(u[j]);
+            const f32 slope = g[j] > to.limit ? 0.0f : silu_derivative(to.alpha * g[j]);
+            d_weight += d[j] * activated * factor;
+            g[j] = weight * d[j] * factor * slope;
+            u[j] = fabsf(u[j]) > to.limit ? 0.0f : weight * d[j] * activated;
         }
         store_neighbours(d_gate + first + i, g);
         store_neighbours(d_up + first + i, u);

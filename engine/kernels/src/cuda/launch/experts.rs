@@ -127,6 +127,20 @@ struct RoutedSwiGluArguments {
     d_weights: u64,
     y: u64,
     width: u64,
+    unit: GatedUnit,
+}
+
+/// The gated unit (u + shift)·g·sigmoid(alpha·g), where g is the gate limited to at most `limit`, and u is up limited to
+/// −`limit` to `limit`. SwiGLU has alpha 1, shift 0 and an infinite limit.
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+pub struct GatedUnit {
+    /// The factor of the gate in its sigmoid.
+    pub alpha: f32,
+    /// The limit of gate and up.
+    pub limit: f32,
+    /// The summand of up.
+    pub shift: f32,
 }
 
 /// Launches `top_k`: computes (values, ids) from scores and, optionally, a bias per expert and the weight of each
@@ -356,7 +370,7 @@ fn end(starts: &Operand) -> u64 {
 }
 
 /// Computes y from (gate, up, weights, row offsets).
-pub fn routed_gated(operands: &Operands<'_>) -> Option<Vec<Launch>> {
+pub fn routed_gated(unit: GatedUnit, operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let ([gate, up, weights, starts], [y]) = (operands.inputs, operands.outputs) else { return None };
     let width = y.width();
     let arguments = RoutedSwiGluArguments {
@@ -370,12 +384,13 @@ pub fn routed_gated(operands: &Operands<'_>) -> Option<Vec<Launch>> {
         d_weights: 0,
         y: y.address,
         width,
+        unit,
     };
     launches([Kernel::rows(Experts, typed("routed_swiglu", y.dtype)?, y.count() / width, y.packs(), arguments)])
 }
 
 /// Computes (d_gate, d_up, d_weights) from (gate, up, weights, row offsets, dy).
-pub fn routed_gated_grad(operands: &Operands<'_>) -> Option<Vec<Launch>> {
+pub fn routed_gated_grad(unit: GatedUnit, operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let ([gate, up, weights, starts, dy], [d_gate, d_up, d_weights]) = (operands.inputs, operands.outputs) else {
         return None;
     };
@@ -391,6 +406,7 @@ pub fn routed_gated_grad(operands: &Operands<'_>) -> Option<Vec<Launch>> {
         d_weights: d_weights.address,
         y: 0,
         width,
+        unit,
     };
     launches([Kernel::rows(Experts, typed("routed_swiglu_grad", dy.dtype)?, dy.count() / width, dy.packs(), arguments)])
 }

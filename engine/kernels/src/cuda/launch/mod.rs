@@ -35,8 +35,8 @@ pub use compress::{compress, expand};
 pub use copy::{cat, copy, copy_to, widen};
 pub use embedding::{add_embedding_grad, embedding, embedding_grad, embedding_grad_workspace};
 pub use experts::{
-    Routing, combine, dispatch, document_load, expert_load, gather, load_bias, route, routed_gated, routed_gated_grad,
-    run_lengths, run_starts, top_k, top_k_grad, unplaced,
+    GatedUnit, Routing, combine, dispatch, document_load, expert_load, gather, load_bias, route, routed_gated,
+    routed_gated_grad, run_lengths, run_starts, top_k, top_k_grad, unplaced,
 };
 pub use galore::{GaLoreRule, galore, galore_workspace};
 pub use gather::{gather_along, row_max, scatter_add};
