@@ -104,8 +104,13 @@ pub enum QkNorm {
     Head,
     /// All heads are normalized together (OLMo 2).
     Width,
+    /// Each head has a layer norm of its own, without a bias: their weights are [heads, head size] (Cohere, StableLM).
+    OwnLayer,
     /// Each head is normalized separately, after the rotation (Hunyuan).
     Rotated,
+    /// Each head is normalized separately and without a weight, after the rotation, in the layers with rotary positions
+    /// (Llama 4).
+    RotatedNoWeight,
 }
 
 /// The position of the norms in a block.
@@ -219,9 +224,10 @@ impl LlamaConfig {
         let (q, kv) = (self.heads * head_size, self.kv_heads * head_size);
         let attention = 2 * width * q + 2 * width * kv;
         let qk_norms = match self.qk_norm {
-            QkNorm::None => 0,
+            QkNorm::None | QkNorm::RotatedNoWeight => 0,
             QkNorm::Head | QkNorm::Rotated => 2 * self.norm_parameters(head_size),
             QkNorm::Width => self.norm_parameters(q + kv),
+            QkNorm::OwnLayer => q + kv,
         };
         let biases = usize::from(self.qkv_bias) * (q + 2 * kv) + usize::from(self.output_bias) * width;
         attention + qk_norms + biases + if self.traits.sinks { self.heads } else { 0 }

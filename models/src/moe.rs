@@ -28,6 +28,10 @@ pub struct MoeConfig {
     /// The activation of experts with biases (gpt-oss). If it is missing, experts are SwiGLU layers without biases.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub limited: Option<LimitedActivation>,
+    /// Whether the router's weights multiply the experts' inputs instead of their outputs (Llama 4).
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    #[schemars(extend("default" = false))]
+    pub scales_inputs: bool,
     /// The layers without experts.
     pub dense_layers: Vec<usize>,
     /// The settings of multi-head latent attention (DeepSeek). If they are missing, the model has the attention of a
@@ -46,6 +50,7 @@ impl Default for MoeConfig {
             shared_hidden: 0,
             shared_gate: false,
             limited: None,
+            scales_inputs: false,
             dense_layers: Vec::new(),
             latent: None,
         }

@@ -32,6 +32,9 @@ pub struct Traits {
     pub long_rope: Option<LongRope>,
     /// The growth of queries with their position.
     pub query_growth: Option<QueryGrowth>,
+    /// True if a layer with `sliding_window` divides the tokens into chunks of this width, and a token attends to its own
+    /// chunk (Llama 4).
+    pub chunked: bool,
     /// The greatest absolute value of queries, keys and values before the rotation; greater ones are clamped (OLMoE,
     /// arXiv 2409.02060).
     pub qkv_clip: Option<f64>,
@@ -143,7 +146,7 @@ pub struct LongRope {
 }
 
 /// The growth of queries with their position p: they are multiplied by 1 + rate · ln(1 + ⌊p / length⌋) (Nakanishi, arXiv
-/// 2501.19399, in the form of Ministral 3).
+/// 2501.19399, in the form of Ministral 3 and Llama 4).
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct QueryGrowth {
@@ -151,6 +154,10 @@ pub struct QueryGrowth {
     pub rate: f64,
     /// The number of positions with the same factor.
     pub length: usize,
+    /// True if only the layers without rotary positions have growing queries, and the first token has position 1 (Llama 4).
+    /// If false, all layers have them, and the first token has position 0.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub unrotated: bool,
 }
 
 impl Default for Traits {
@@ -167,6 +174,7 @@ impl Default for Traits {
             dynamic_rope: None,
             long_rope: None,
             query_growth: None,
+            chunked: false,
             qkv_clip: None,
             sinks: false,
             embedding_scale: 1.0,

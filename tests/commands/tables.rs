@@ -111,6 +111,11 @@ const TABLES: &[(&str, &str, Source)] = &[
         "| trained | parameters",
         Compared("tests/training/trainable.rs", "a_llama_of_1b_is_planned_in_part"),
     ),
+    (
+        "docs/hugging_face.md",
+        "| family | lines",
+        Compared("tests/hugging_face/families.rs", "a_family_takes_few_lines"),
+    ),
     ("docs/moe.md", "| `--reserve`", Printed("--example train_moe", "examples/train_moe.rs", Measured)),
     ("docs/moe.md", "| `MoeStyle`", Stated("models/src/moe.rs")),
     ("docs/moe.md", "| threads | step", TRAIN_STEP),

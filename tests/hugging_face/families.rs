@@ -19,7 +19,7 @@ use crate::case::options;
 use crate::options::{expect_counted, read, with};
 
 /// The number of tokens that a model sees in a sequence.
-const SEQUENCE: usize = 19;
+pub const SEQUENCE: usize = 19;
 /// The greatest difference of losses. The greatest noise of f32 is a tenth of it.
 const LOSS: f64 = 1e-5;
 
@@ -40,7 +40,7 @@ fn elements(name: &str, shape: &[usize], salt: u64) -> Vec<f32> {
     let has = |parts: &[&str]| parts.iter().any(|part| name.contains(part));
     let peaked =
         ["lm_head", "embed_out", "q_proj", "k_proj", "qkv", "query_key", "q_b_proj", "mlp.gate.", "mlp.router."];
-    let routers = ["block_sparse_moe.gate", "block_sparse_moe.router"];
+    let routers = ["block_sparse_moe.gate", "block_sparse_moe.router", "feed_forward.router"];
     let root = (*shape.last().unwrap_or(&1) as f64).sqrt();
     let (mean, width) = match shape.len() {
         _ if name.ends_with("bias") => (0.0, 0.4),
@@ -58,13 +58,13 @@ fn ids(what: &str, salt: u64, count: usize, vocabulary: u64) -> Vec<u32> {
     bits(what, salt).take(count).map(|bits| 3 + (bits % (vocabulary - 3)) as u32).collect()
 }
 
-struct Family {
-    name: String,
+pub struct Family {
+    pub name: String,
     record: Value,
 }
 
 impl Family {
-    fn all() -> Vec<Self> {
+    pub fn all() -> Vec<Self> {
         let files = crate::roots().into_iter().map(|root| root.join("families.jsonl"));
         let lines = files.filter_map(|file| std::fs::read_to_string(file).ok());
         let of_line = |line: &str| {
@@ -79,7 +79,7 @@ impl Family {
     }
 
     /// Writes the folder.
-    fn write(&self, folder: &Path) {
+    pub fn write(&self, folder: &Path) {
         let rows: Vec<(String, Vec<usize>, Vec<usize>, usize)> =
             serde_json::from_value(self.record["tensors"].clone()).unwrap();
         let mut tensors = BTreeMap::new();
@@ -93,17 +93,28 @@ impl Family {
                 }
             }
         }
+        // transformers stores the constants of xIELU.
+        for alpha in tensors.keys().filter(|name| name.ends_with("act_fn.alpha_p")).cloned().collect::<Vec<_>>() {
+            for (constant, value) in [("beta", 0.5_f32), ("eps", -1e-6)] {
+                tensors.insert(alpha.replace("alpha_p", constant), Tensor::new(value, &Device::Cpu).unwrap());
+            }
+        }
         std::fs::write(folder.join("config.json"), self.record["config"].to_string()).unwrap();
         let tensors = tensors.into_iter().collect();
         candle_core::safetensors::save(&tensors, folder.join("model.safetensors")).unwrap();
     }
 
+    /// Returns the tokens of two sequences, and those that follow them.
+    pub fn sequences(&self, vocabulary: u64) -> [Vec<u32>; 2] {
+        let ids = ids("input_ids", self.record["salt"].as_u64().unwrap(), 2 * (SEQUENCE + 1), vocabulary);
+        [0, 1].map(|first| {
+            ids.chunks_exact(SEQUENCE + 1).flat_map(|ids| &ids[first..first + SEQUENCE]).copied().collect()
+        })
+    }
+
     /// Compares losses, and returns the greatest difference.
     fn train(&self, trainer: &mut Trainer, vocabulary: u64) -> f64 {
-        let ids = ids("input_ids", self.record["salt"].as_u64().unwrap(), 2 * (SEQUENCE + 1), vocabulary);
-        let rows = ids.chunks_exact(SEQUENCE + 1);
-        let tokens: Vec<u32> = rows.clone().flat_map(|ids| &ids[..SEQUENCE]).copied().collect();
-        let targets: Vec<u32> = rows.flat_map(|ids| &ids[1..]).copied().collect();
+        let [tokens, targets] = self.sequences(vocabulary);
         let expected: Vec<f64> = serde_json::from_value(self.record["losses"].clone()).unwrap();
         let found = expected.iter().map(|_| f64::from(trainer.step(&tokens, &targets).unwrap().loss));
         found.zip(&expected).map(|(found, expected)| (found - expected).abs()).fold(0.0, f64::max)
@@ -291,4 +302,40 @@ fn constants_of_xielu_are_checked() {
     assert!(error.contains("act_fn.beta is 1; supported: 0.5"), "{error}");
     let error = load(written("arcee").path(), 1.0).unwrap_err().to_string();
     assert!(error.contains("act_fn.beta") && error.contains("not a tensor of the model"), "{error}");
+}
+
+/// Compares the lines that each family takes with the table of docs/hugging_face.md: its entry in families.rs, and its own
+/// functions in experts.rs. `--nocapture` prints the table, and the lines of `models/`.
+#[test]
+fn a_family_takes_few_lines() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("models/src");
+    let read = |file: &str| std::fs::read_to_string(root.join("hf").join(file)).unwrap();
+    let (families, experts) = (read("families.rs"), read("experts.rs"));
+    // The number of lines from the first line to the one with the closing bracket of this indentation.
+    let length = |lines: &[&str]| {
+        let indent = lines[0].len() - lines[0].trim_start().len();
+        let closes = |line: &&str| line.get(indent..).is_some_and(|rest| ["}", "};", "},"].contains(&rest));
+        if lines[0].ends_with('{') { 1 + lines.iter().position(closes).unwrap() } else { 1 }
+    };
+    let (lines, functions): (Vec<&str>, Vec<&str>) = (families.lines().collect(), experts.lines().collect());
+    let mut counts = BTreeMap::new();
+    for (at, line) in lines.iter().enumerate() {
+        let Some(name) = line.split_once("name: \"").and_then(|(_, rest)| rest.split('"').next()) else { continue };
+        let entry = &lines[if line.contains("Family {") { at } else { at - 1 }..];
+        let entry = &entry[..length(entry)];
+        let own = entry.iter().filter_map(|line| line.split_once("experts::")?.1.split([')', ',']).next());
+        let own = own.map(|name| functions.iter().position(|line| line.contains(&format!("fn {name}("))).unwrap());
+        counts.insert(name, entry.len() + own.map(|at| length(&functions[at..])).sum::<usize>());
+    }
+    let cells: Vec<String> = counts.iter().map(|(name, count)| format!("| `{name}` | {count} ")).collect();
+    for row in cells.chunks(3) {
+        let row = format!("{}|", row.concat());
+        println!("{row}");
+        gapless_testing::assert_on_page("docs/hugging_face.md", &row);
+    }
+    let folders = [root.clone(), root.join("decoder"), root.join("hf")];
+    let files = folders.iter().flat_map(|folder| std::fs::read_dir(folder).unwrap()).map(|entry| entry.unwrap().path());
+    let of_file = |path: std::path::PathBuf| std::fs::read_to_string(path).map_or(0, |text| text.lines().count());
+    println!("{} lines of models/", files.map(of_file).sum::<usize>());
+    assert!(counts.len() == 38 && counts.values().all(|count| *count < 60), "{counts:?}");
 }

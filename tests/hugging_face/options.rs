@@ -137,6 +137,18 @@ fn options_of_published_files_are_read() {
                     "use_gated_activation": true, "use_parallel_block": true, "use_parallel_embedding": true,
                     "cache_implementation": "hybrid", "use_qk_norm": false }),
         ),
+        // Llama 4 Scout, and MobileLLM-R1, which has no experts.
+        (
+            "llama4_text",
+            json!({ "no_rope_layers": [], "for_llm_compressor": false, "cache_implementation": "hybrid", "head_dim": 4,
+                    "num_local_experts": 2, "rope_scaling": { "rope_type": "llama3", "factor": 16.0, "low_freq_factor": 1.0,
+                    "high_freq_factor": 1.0, "original_max_position_embeddings": 8192 } }),
+        ),
+        (
+            "llama4_text",
+            json!({ "moe_layers": [], "interleave_moe_layer_step": 0, "num_local_experts": 0, "num_experts_per_tok": 0,
+                    "head_dim": 4, "no_rope_layers": [1, 1], "attn_temperature_tuning": false }),
+        ),
     ];
     for (family, options) in published {
         if let Err(error) = read(&with(family, &options)) {
@@ -153,6 +165,10 @@ fn options_of_published_files_are_read() {
         ("cohere2", json!({ "layer_switch": 3 }), "layer_switch"),
         ("cohere2", json!({ "position_embedding_type": "alibi" }), "position_embedding_type"),
         ("llama", json!({ "lm_head_bias": false }), "lm_head_bias"),
+        ("llama4_text", json!({ "for_llm_compressor": true }), "for_llm_compressor"),
+        ("llama4_text", json!({ "layer_types": ["sliding_attention", "full_attention"] }), "chunked_attention"),
+        ("llama4_text", json!({ "attention_chunk_size": 0 }), "attention_chunk_size"),
+        ("llama4_text", json!({ "moe_layers": "all" }), "moe_layers"),
     ] {
         let error = read(&with(family, &options)).unwrap_err();
         assert!(error.contains(part), "{family}: {error}");

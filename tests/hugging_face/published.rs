@@ -182,6 +182,13 @@ fn windows_are_those_of_transformers() {
         ("gemma2", json!({ "sliding_window": 4 }), (Some(4), vec![1, 3])),
         ("gemma2", json!({ "sliding_window": 4, "layer_types": types }), (Some(4), vec![1, 2])),
         ("gemma3_text", json!({ "sliding_window_pattern": 3 }), (Some(4096), vec![2])),
+        ("llama4_text", json!({ "num_local_experts": 2 }), (Some(8192), vec![3])),
+        ("llama4_text", json!({ "num_local_experts": 2, "attention_chunk_size": null }), (None, vec![])),
+        (
+            "llama4_text",
+            json!({ "attention_chunk_size": 6, "no_rope_layers": [0, 1, 1, 0], "num_local_experts": 2 }),
+            (Some(6), vec![0, 3]),
+        ),
     ] {
         let mut config = with(family, &changes);
         config["num_hidden_layers"] = json!(4);

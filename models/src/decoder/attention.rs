@@ -22,7 +22,8 @@ pub(crate) struct Attention {
     sinks: Option<Tensor>,
     config: LlamaConfig,
     head_size: usize,
-    /// The maximum number of tokens that a token attends to, including itself; `None` means all earlier tokens.
+    /// The maximum number of tokens that a token attends to, including itself, or the width of a chunk; `None` means all
+    /// earlier tokens.
     window: Option<usize>,
     is_rotated: bool,
     layer: String,
@@ -49,8 +50,17 @@ impl Attention {
         };
         let o_proj = linear_b(q, width, output_bias, vb.pp("o_proj"))?;
         let [q, kv] = if config.qk_norm == QkNorm::Width { [q, kv] } else { [head_size; 2] };
+        let is_rotated = !config.traits.unrotated_layers.contains(&layer);
         let norms = match config.qk_norm {
             QkNorm::None => None,
+            QkNorm::RotatedNoWeight => {
+                let norm = || Norm::no_weight(config, head_size, &vb);
+                is_rotated.then(|| Ok::<_, Error>([norm()?, norm()?])).transpose()?
+            }
+            QkNorm::OwnLayer => {
+                let norm = |heads, name: &str| Norm::of_heads(config, heads, head_size, vb.pp(name));
+                Some([norm(heads, "q_norm")?, norm(kv_heads, "k_norm")?])
+            }
             _ => Some([Norm::new(config, q, vb.pp("q_norm"))?, Norm::new(config, kv, vb.pp("k_norm"))?]),
         };
         let sinks = config.traits.sinks.then(|| vb.get(heads, "sinks")).transpose()?;
@@ -60,7 +70,7 @@ impl Attention {
             norms,
             sinks,
             window: config.sliding_window.filter(|_| !config.full_layers.contains(&layer)),
-            is_rotated: !config.traits.unrotated_layers.contains(&layer),
+            is_rotated,
             config: config.clone(),
             head_size,
             layer: vb.prefix().to_owned(),
@@ -84,25 +94,30 @@ impl Attention {
             let x = projected(part)?;
             let norm = self.norms.as_ref().map(|norms| &norms[part]);
             let x_bthd = match (norm, qk_norm) {
-                (Some(norm), QkNorm::Head) => norm.forward(&split(clipped(x)?, heads)?)?,
+                (Some(norm), QkNorm::Head | QkNorm::OwnLayer) => norm.forward(&split(clipped(x)?, heads)?)?,
                 (Some(norm), QkNorm::Width) => split(clipped(norm.forward(&x)?)?, heads)?,
                 _ => split(clipped(x)?, heads)?,
             };
             let x_bhtd = self.rotated(&x_bthd.transpose(1, 2)?, tables)?;
             match (norm, qk_norm) {
-                (Some(norm), QkNorm::Rotated) => norm.forward(&x_bhtd),
+                (Some(norm), QkNorm::Rotated | QkNorm::RotatedNoWeight) => norm.forward(&x_bhtd),
                 _ => Ok(x_bhtd),
             }
         };
         let mut q_bhtd = rotated(0, heads)?;
         let k_bhtd = rotated(1, kv_heads)?;
         let v_bhtd = split(clipped(projected(2)?)?, kv_heads)?.transpose(1, 2)?;
-        if let Some(scale) = &tables.query_scale {
+        if let Some(scale) = tables.query_scale.as_ref().filter(|_| !(tables.scales_unrotated && self.is_rotated)) {
             q_bhtd = q_bhtd.broadcast_mul(scale)?;
         }
         let scale = 1.0 / self.config.query_scale.unwrap_or(self.head_size as f64).sqrt();
-        let (window, cap) = (self.window, self.config.attention_cap);
-        let how = ops::Attention { window, cap, ..ops::Attention::causal(scale) };
+        let (window, chunk) = match (self.config.traits.chunked, self.window) {
+            // A chunk that holds the longest text has no effect.
+            (true, Some(chunk)) => (None, Some(chunk).filter(|&chunk| x.cache_window().unwrap_or(t) > chunk)),
+            (_, window) => (window, None),
+        };
+        let cap = self.config.attention_cap;
+        let how = ops::Attention { window, chunk, cap, ..ops::Attention::causal(scale) };
         let y_bhtd = match &self.sinks {
             None => q_bhtd.attend(&k_bhtd, &v_bhtd, how)?,
             Some(sinks) => q_bhtd.attend_with_sinks(&k_bhtd, &v_bhtd, sinks, how)?,

@@ -124,12 +124,14 @@ impl Sparse {
         let shared_gate =
             config.has_shared_gate().then(|| linear_no_bias(width, 1, vb.pp("shared_expert_gate"))).transpose()?;
         let (experts, hidden) = (config.router.experts, config.expert_hidden);
+        let gate = Router::new(&config.router, width, vb.pp("gate"))?;
+        let experts = match config.limited {
+            None => Experts::new(experts, width, hidden, vb.pp("experts"))?,
+            Some(activation) => Experts::limited(experts, width, hidden, activation, vb.pp("experts"))?,
+        };
         Ok(Self {
-            gate: Router::new(&config.router, width, vb.pp("gate"))?,
-            experts: match config.limited {
-                None => Experts::new(experts, width, hidden, vb.pp("experts"))?,
-                Some(activation) => Experts::limited(experts, width, hidden, activation, vb.pp("experts"))?,
-            },
+            gate,
+            experts: if config.scales_inputs { experts.scaling_inputs() } else { experts },
             shared,
             shared_gate,
             layer: vb.prefix().to_owned(),

@@ -1,7 +1,8 @@
 //! The norms of a decoder.
 
+use gapless_engine::graph::lock;
 use gapless_engine::nn::{
-    LayerNorm, Module, RmsNorm, VarBuilder, layer_norm, layer_norm_no_bias, rms_norm, rms_norm_offset,
+    Init, LayerNorm, Module, RmsNorm, VarBuilder, layer_norm, layer_norm_no_bias, rms_norm, rms_norm_offset,
 };
 use gapless_engine::{Result, Tensor};
 
@@ -13,6 +14,11 @@ use crate::traits::NormKind;
 pub(crate) enum Norm {
     Rms(RmsNorm),
     Layer(LayerNorm),
+    /// Layer norms of [batch, tokens, heads, head size], of which each head has its own weight.
+    OfHeads {
+        plain: LayerNorm,
+        weight: Tensor,
+    },
 }
 
 impl Norm {
@@ -28,11 +34,29 @@ impl Norm {
     }
 }
 
+impl Norm {
+    /// Returns a root-mean-square norm without a weight.
+    pub(crate) fn no_weight(config: &LlamaConfig, width: usize, vb: &VarBuilder) -> Result<Self> {
+        let ones = Tensor::ones(width, vb.dtype(), vb.device())?;
+        Ok(Self::Rms(RmsNorm::new(ones, config.rms_norm_eps)))
+    }
+
+    /// Declares a layer norm without a bias for each head: `weight` [heads, head size]. Optimizers treat its rows as vectors.
+    pub(crate) fn of_heads(config: &LlamaConfig, heads: usize, head_size: usize, vb: VarBuilder) -> Result<Self> {
+        let weight = vb.get_with_hints((heads, head_size), "weight", Init::Const(1.0))?;
+        lock(vb.device()).mark_vectors(weight.id());
+        let (dtype, device) = (vb.dtype(), vb.device());
+        let (ones, zeros) = (Tensor::ones(head_size, dtype, device)?, Tensor::zeros(head_size, dtype, device)?);
+        Ok(Self::OfHeads { plain: LayerNorm::new(ones, zeros, config.rms_norm_eps), weight })
+    }
+}
+
 impl Module for Norm {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         match self {
             Self::Rms(norm) => norm.forward(x),
             Self::Layer(norm) => norm.forward(x),
+            Self::OfHeads { plain, weight } => plain.forward(x)?.broadcast_mul(weight),
         }
     }
 }

@@ -13,6 +13,8 @@ pub(crate) struct Tables {
     pub rotation: Option<[Tensor; 2]>,
     /// The factor of queries, in one column.
     pub query_scale: Option<Tensor>,
+    /// True if only the queries of layers without rotary positions have the factor.
+    pub scales_unrotated: bool,
 }
 
 impl Tables {
@@ -61,11 +63,13 @@ impl Tables {
             ]),
         };
         let query_scale = match traits.query_growth {
-            Some(QueryGrowth { rate, length: each }) if length > each => {
-                Some(table(1, &|position, _| 1.0 + rate * ((1 + position / each) as f64).ln())?)
+            Some(QueryGrowth { rate, length: each, unrotated }) if length + usize::from(unrotated) > each => {
+                let part = |position: usize| (position + usize::from(unrotated)) / each;
+                Some(table(1, &|position, _| 1.0 + rate * ((1 + part(position)) as f64).ln())?)
             }
             _ => None,
         };
-        Ok(Self { theta, rotation, query_scale })
+        let scales_unrotated = traits.query_growth.as_ref().is_some_and(|it| it.unrotated);
+        Ok(Self { theta, rotation, query_scale, scales_unrotated })
     }
 }

@@ -39,11 +39,10 @@ pub(super) fn qwen2(fields: &mut Fields, llama: LlamaConfig, _: &Family) -> MoeC
         expert_hidden: fields.count("moe_intermediate_size", Some(1408), SIZE),
         shared_hidden: fields.count("shared_expert_intermediate_size", Some(5632), SIZE),
         shared_gate: true,
-        limited: None,
         dense_layers: dense_layers(fields, llama.layers),
         router: router(fields, experts, Some(4), renormalise),
         llama,
-        latent: None,
+        ..MoeConfig::default()
     }
 }
 
@@ -93,6 +92,32 @@ pub(super) fn gpt_oss(fields: &mut Fields, llama: LlamaConfig, _: &Family) -> Mo
     MoeConfig { expert_hidden: llama.hidden, llama, router, limited: Some(activation), ..MoeConfig::default() }
 }
 
+/// Reads the options of Llama 4's experts, whose hidden width is `intermediate_size`. Layers without experts have another.
+pub(super) fn llama4(fields: &mut Fields, llama: LlamaConfig, _: &Family) -> MoeConfig {
+    fields.require("router_jitter_noise", 0.0);
+    let sparse = layers(fields, "moe_layers").unwrap_or_else(|| {
+        let step = fields.count("interleave_moe_layer_step", Some(1), 1..=1 << 20);
+        (1..=llama.layers).filter(|number| number.is_multiple_of(step)).map(|number| number - 1).collect()
+    });
+    fields.ignore(&["interleave_moe_layer_step"]);
+    let dense_layers: Vec<usize> = (0..llama.layers).filter(|layer| !sparse.contains(layer)).collect();
+    let hidden = fields.count("intermediate_size_mlp", Some(16_384), 1..=1 << 22);
+    if dense_layers.len() == llama.layers {
+        fields.ignore(&["num_local_experts", "num_experts_per_tok"]);
+    }
+    let experts = fields.count("num_local_experts", Some(16), 1..=EXPERTS);
+    let router = RouterConfig { score: Score::Sigmoid, ..router(fields, experts, Some(1), false) };
+    MoeConfig {
+        expert_hidden: llama.hidden,
+        shared_hidden: llama.hidden,
+        scales_inputs: true,
+        dense_layers,
+        router,
+        llama: LlamaConfig { hidden, ..llama },
+        ..MoeConfig::default()
+    }
+}
+
 /// Reads the number of experts. Some files have the option `num_experts`, and others have `num_local_experts` instead.
 fn experts(fields: &mut Fields, default: usize) -> usize {
     let option = if fields.has("num_experts") { "num_experts" } else { "num_local_experts" };
@@ -113,13 +138,19 @@ fn router(fields: &mut Fields, experts: usize, top_k: Option<usize>, renormalise
 /// `decoder_sparse_step`th.
 fn dense_layers(fields: &mut Fields, layers: usize) -> Vec<usize> {
     let step = fields.count("decoder_sparse_step", Some(1), 1..=1 << 20);
-    let listed = fields.take("mlp_only_layers").unwrap_or(Value::Array(Vec::new()));
-    let numbers: Option<Vec<u64>> = listed.as_array().and_then(|all| all.iter().map(Value::as_u64).collect());
+    let listed = self::layers(fields, "mlp_only_layers").unwrap_or_default();
+    (0..layers).filter(|layer| !(layer + 1).is_multiple_of(step) || listed.contains(layer)).collect()
+}
+
+/// Reads a list of layers. Returns `None` if the option is missing or null.
+fn layers(fields: &mut Fields, option: &str) -> Option<Vec<usize>> {
+    let listed = fields.take(option)?;
+    let number = |layer: &Value| layer.as_u64().and_then(|layer| usize::try_from(layer).ok());
+    let numbers = listed.as_array().and_then(|all| all.iter().map(number).collect());
     if numbers.is_none() {
-        fields.wrong("mlp_only_layers", &listed, "a list of layers");
+        fields.wrong(option, &listed, "a list of layers");
     }
-    let numbers = numbers.unwrap_or_default();
-    (0..layers).filter(|&layer| !(layer + 1).is_multiple_of(step) || numbers.contains(&(layer as u64))).collect()
+    numbers
 }
 
 /// The defaults of DeepSeek's options of experts. `None` means that the option is required.
@@ -169,11 +200,9 @@ fn deepseek(fields: &mut Fields, llama: LlamaConfig, defaults: &DeepSeek, renorm
         dense_layers: (0..dense.min(llama.layers)).collect(),
         expert_hidden,
         shared_hidden: shared * expert_hidden,
-        shared_gate: false,
-        limited: None,
-        latent: None,
         router,
         llama,
+        ..MoeConfig::default()
     }
 }
 

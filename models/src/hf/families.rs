@@ -3,10 +3,10 @@
 use super::experts;
 use super::family::{ATTENTION_BIAS, Bias, Family, Unrotated};
 use super::fields::Fields;
-use super::layout::{GPT_OSS, GRANITE, MIXTRAL};
+use super::layout::{GPT_OSS, GRANITE, LLAMA4, MIXTRAL};
 use super::rope;
 use super::window::WindowedLayers;
-use crate::{FusedQkv, GateActivation, LlamaConfig, NormKind, Norms, QkNorm};
+use crate::{FusedQkv, GateActivation, LlamaConfig, NormKind, Norms, QkNorm, QueryGrowth};
 
 const LLAMA: Family = Family::LLAMA;
 
@@ -234,8 +234,9 @@ const STABLELM: Family = Family {
     prepare: |fields, family| {
         let parallel = fields.flag("use_parallel_residual", false);
         family.norms = if parallel { Norms::Shared } else { Norms::Before };
-        fields.require("qk_layernorm", false);
+        family.qk_norm = if fields.flag("qk_layernorm", false) { QkNorm::OwnLayer } else { QkNorm::None };
     },
+    names: &[("q_norm", "q_layernorm.norms"), ("k_norm", "k_layernorm.norms")],
     ..LLAMA
 };
 
@@ -250,6 +251,9 @@ const COHERE: Family = Family {
     padding: Some(0),
     tied: true,
     positions: 8192,
+    prepare: |fields, family| {
+        family.qk_norm = if fields.flag("use_qk_norm", false) { QkNorm::OwnLayer } else { QkNorm::None };
+    },
     finish: |fields, config| config.traits.logit_scale = fields.positive("logit_scale", Some(0.0625)),
     ..LLAMA
 };
@@ -530,6 +534,35 @@ pub(super) const FAMILIES: &[Family] = &[
         expert_names: GPT_OSS,
         ..LLAMA
     },
+    // Llama 4: chunks in the layers with rotary positions, and growing queries in the others.
+    Family {
+        name: "llama4_text",
+        positions: 131_072,
+        rope_theta: 500_000.0,
+        eps: ("rms_norm_eps", 1e-5),
+        kv_heads: Some(8),
+        head_size: Some(128),
+        biases: [ATTENTION_BIAS, ATTENTION_BIAS, Bias::Never],
+        window: WindowedLayers::Chunked,
+        unrotated: Unrotated::Listed,
+        neighbours: true,
+        names: &[("mlp", "feed_forward"), ("gate", "router")],
+        prepare: |fields, family| {
+            let normed = fields.flag("use_qk_norm", true);
+            family.qk_norm = if normed { QkNorm::RotatedNoWeight } else { QkNorm::None };
+            fields.require("for_llm_compressor", false);
+        },
+        finish: |fields, config| {
+            let length = fields.count("floor_scale", Some(8192), 1..=1 << 40);
+            let rate = fields.positive("attn_scale", Some(0.1));
+            let grows = fields.flag("attn_temperature_tuning", true);
+            config.traits.query_growth = grows.then_some(QueryGrowth { rate, length, unrotated: true });
+            config.traits.chunked = true;
+        },
+        experts: Some(experts::llama4),
+        expert_names: LLAMA4,
+        ..LLAMA
+    },
     Family {
         name: "minimax_m2",
         positions: 196_608,
@@ -547,20 +580,19 @@ pub(super) const FAMILIES: &[Family] = &[
 ];
 
 /// Families that cannot be read, with the part that is missing.
-pub(super) const REFUSED: [(&str, &str); 22] = [
+pub(super) const REFUSED: [(&str, &str); 21] = [
     ("bamba", STATE_SPACE),
     ("falcon_h1", STATE_SPACE),
     ("falcon_mamba", STATE_SPACE),
-    ("gemma3n", PER_LAYER),
-    ("gemma3n_text", PER_LAYER),
-    ("gemma4", PER_LAYER),
-    ("gemma4_text", PER_LAYER),
+    ("gemma3n", GEMMA3N),
+    ("gemma3n_text", GEMMA3N),
+    ("gemma4", GEMMA4),
+    ("gemma4_text", GEMMA4),
     ("granitemoehybrid", STATE_SPACE),
     ("jamba", STATE_SPACE),
     ("kimi_linear", LINEAR),
     ("lfm2", "short convolutions"),
-    ("llama4", "chunked attention"),
-    ("llama4_text", "chunked attention"),
+    ("llama4", "images; its text model, `llama4_text`, is read"),
     ("mamba", STATE_SPACE),
     ("mamba2", STATE_SPACE),
     ("minimax", LINEAR),
@@ -574,7 +606,9 @@ pub(super) const REFUSED: [(&str, &str); 22] = [
 
 const STATE_SPACE: &str = "state-space layers";
 const LINEAR: &str = "linear attention";
-const PER_LAYER: &str = "per-layer embeddings";
+const GEMMA3N: &str = "per-layer embeddings, AltUp, LAuReL, sparse activations and layers that share keys and values";
+const GEMMA4: &str =
+    "heads of another width in layers with full attention, and in smaller models per-layer embeddings and shared keys";
 
 /// Reads `sliding_window_pattern`: all but every so manyth layer have a window. Files without windows may have 0. The
 /// pattern may be a text such as `LLLG` if it has no effect, because the file has `layer_types`.

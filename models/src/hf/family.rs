@@ -241,12 +241,15 @@ impl Family {
 /// Reads an activation function. A missing option has the default.
 pub(super) fn activation(fields: &mut Fields, option: &str, default: GateActivation) -> GateActivation {
     use GateActivation::{Gelu, GeluErf, Relu, Relu2, Silu, Xielu};
-    const NAMES: [(&str, GateActivation); 8] = [
+    const NAMES: [(&str, GateActivation); 11] = [
         ("silu", Silu),
         ("swish", Silu),
         ("gelu", GeluErf),
         ("gelu_pytorch_tanh", Gelu),
         ("gelu_new", Gelu),
+        ("gelu_fast", Gelu),
+        ("gelu_accurate", Gelu),
+        ("gelu_python", GeluErf),
         ("relu", Relu),
         ("relu2", Relu2),
         ("xielu", Xielu),
@@ -278,7 +281,9 @@ fn padding(fields: &mut Fields, default: Option<u32>, vocabulary: usize) -> Opti
 /// `no_rope_layer_interval`th layer.
 fn listed_layers(fields: &mut Fields, layers: usize) -> Vec<usize> {
     let every = fields.count("no_rope_layer_interval", Some(4), 1..=1 << 20);
-    let Some(listed) = fields.take("no_rope_layers") else {
+    // An empty list means the default, like a missing one.
+    let listed = fields.take("no_rope_layers").filter(|listed| listed.as_array().is_none_or(|all| !all.is_empty()));
+    let Some(listed) = listed else {
         return (0..layers).filter(|layer| (layer + 1).is_multiple_of(every)).collect();
     };
     let flags: Option<Vec<u64>> = listed.as_array().and_then(|all| all.iter().map(Value::as_u64).collect());

@@ -88,6 +88,8 @@ enum Fused {
     /// [experts, in, out], with a column of the gate before each column of the up projection, and biases [experts, out] of
     /// the same order.
     Interleaved,
+    /// [experts, in, out], the gate's columns before those of the up projection.
+    Columns,
 }
 
 /// The names in most files.
@@ -116,6 +118,15 @@ pub(super) const MIXTRAL: ExpertNames = ExpertNames {
     fused: Fused::Rows,
 };
 pub(super) const GPT_OSS: ExpertNames = ExpertNames { fused: Fused::Interleaved, ..FUSED };
+pub(super) const LLAMA4: ExpertNames = ExpertNames {
+    projections: [
+        "feed_forward.experts.gate_up_proj",
+        "feed_forward.experts.gate_up_proj",
+        "feed_forward.experts.down_proj",
+    ],
+    fused: Fused::Columns,
+    ..NUMBERED
+};
 pub(super) const GRANITE: ExpertNames = ExpertNames {
     router: "block_sparse_moe.router.layer.weight",
     projections: [
@@ -137,7 +148,7 @@ pub(super) fn layout(config: &Config, stored: &BTreeSet<&str>) -> Vec<ParameterL
     // Interleaved tensors have the names of others.
     let names = names.filter(|_| config.expert_names() != GPT_OSS).unwrap_or(config.expert_names());
     let place = |(parameter, shape): (&str, &[usize])| {
-        let pieces = match (config.is_gpt2(), parameter.split_once(".mlp.experts.")) {
+        let pieces = match (config.is_gpt2(), parameter.split_once(".experts.")) {
             (true, _) => {
                 let (name, transposed) = gpt2::stored(parameter, prefix);
                 let shape: Vec<usize> = if transposed { shape.iter().rev().copied().collect() } else { shape.to_vec() };
@@ -145,8 +156,18 @@ pub(super) fn layout(config: &Config, stored: &BTreeSet<&str>) -> Vec<ParameterL
                 let columns = Columns { all, first: 0, step: 1, count: all, transposed };
                 vec![StoredRange { columns: transposed.then_some(columns), ..whole(name, shape) }]
             }
-            (false, Some((block, part))) => experts(&names, block, part, shape),
-            (false, None) => vec![whole(dense(&names, parameter), shape.to_vec())],
+            (false, Some((layer, part))) => {
+                let (block, _) = layer.rsplit_once('.').expect("experts are a part of a block");
+                experts(&names, block, part, shape)
+            }
+            (false, None) => match parameter.strip_suffix(".norms.weight") {
+                // StableLM stores the norms of heads one by one.
+                Some(norms) => {
+                    let row = |head| whole(format!("{norms}.norms.{head}.weight"), shape[1..].to_vec());
+                    (0..shape[0]).map(row).collect()
+                }
+                None => vec![whole(dense(&names, parameter), shape.to_vec())],
+            },
         };
         ParameterLayout { parameter: parameter.to_owned(), pieces }
     };
@@ -182,7 +203,7 @@ fn experts(names: &ExpertNames, block: &str, part: &str, shape: &[usize]) -> Vec
     let stored = match (names.fused, inputs) {
         (_, None) => vec![count, all],
         (Fused::Rows, Some(inputs)) => vec![count, all, inputs],
-        (Fused::Interleaved, Some(inputs)) => vec![count, inputs, all],
+        (Fused::Interleaved | Fused::Columns, Some(inputs)) => vec![count, inputs, all],
     };
     let piece_of = |expert: usize| {
         let piece = whole(name.clone(), stored.clone());
@@ -192,9 +213,12 @@ fn experts(names: &ExpertNames, block: &str, part: &str, shape: &[usize]) -> Vec
                 let begin = begin + part % share * each;
                 StoredRange { elements: begin..begin + each, ..piece }
             }
-            Fused::Interleaved => {
-                let transposed = inputs.is_some();
-                let columns = Columns { all, first: part % share, step: share, count: outputs, transposed };
+            Fused::Interleaved | Fused::Columns => {
+                let (first, step) = match names.fused {
+                    Fused::Columns => (part % share * outputs, 1),
+                    _ => (part % share, share),
+                };
+                let columns = Columns { all, first, step, count: outputs, transposed: inputs.is_some() };
                 StoredRange { elements: begin..begin + share * each, columns: Some(columns), ..piece }
             }
         }

@@ -122,7 +122,7 @@ fn scaling(fields: &mut Fields, config: &mut LlamaConfig, family: &Family, lengt
         let length = fields.peek("original_max_position_embeddings").and_then(Value::as_f64).or(lengths.original);
         let length = length.unwrap_or(lengths.positions) as usize;
         let rate = fields.optional_positive("llama_4_scaling_beta");
-        config.traits.query_growth = rate.map(|rate| QueryGrowth { rate, length });
+        config.traits.query_growth = rate.map(|rate| QueryGrowth { rate, length, unrotated: false });
     }
     config.rope_scaling = match kind {
         "linear" => {
@@ -132,8 +132,8 @@ fn scaling(fields: &mut Fields, config: &mut LlamaConfig, family: &Family, lengt
         "llama3" => {
             let factor = fields.positive("factor", None);
             let (low, high) = (fields.positive("low_freq_factor", None), fields.positive("high_freq_factor", None));
-            if high <= low {
-                fields.wrong("high_freq_factor", &high.into(), "above low_freq_factor");
+            if high < low {
+                fields.wrong("high_freq_factor", &high.into(), "at least low_freq_factor");
             }
             RopeScaling::Llama3 { factor, low, high, original: lengths.original(fields) }
         }

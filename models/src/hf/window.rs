@@ -28,6 +28,9 @@ pub(super) enum WindowedLayers {
     /// Every second layer below `max_window_layers`, if `use_sliding_window` is on. If the file has `layer_types`, they
     /// take precedence.
     Alternate,
+    /// The layers with rotary positions, in chunks of `attention_chunk_size` tokens. If the file has `layer_types`, they
+    /// take precedence.
+    Chunked,
     /// All layers except every `every`th. If the file has `layer_types`, they take precedence.
     AllBut { every: usize },
 }
@@ -66,21 +69,24 @@ pub(super) fn take(
             fields.ignore(&["sliding_window"]);
             None
         }
-        WindowedLayers::All(default) => width(fields, default),
-        WindowedLayers::Unrotated => width(fields, None),
-        _ => width(fields, Some(4096)),
+        WindowedLayers::All(default) => width(fields, "sliding_window", default),
+        WindowedLayers::Unrotated => width(fields, "sliding_window", None),
+        WindowedLayers::Chunked => width(fields, "attention_chunk_size", Some(8192)),
+        _ => width(fields, "sliding_window", Some(4096)),
     };
     let types = match window {
         WindowedLayers::All(_) | WindowedLayers::AllIfUsed => {
             fields.ignore(&["layer_types"]);
             None
         }
-        _ => layer_types(fields, layers),
+        WindowedLayers::Chunked => layer_types(fields, layers, "chunked_attention"),
+        _ => layer_types(fields, layers, "sliding_attention"),
     };
     let slides = |layer: &usize| match (&types, window) {
         (Some(types), _) => types[*layer],
         (None, WindowedLayers::Last | WindowedLayers::From(_)) => size.is_some() && *layer >= limit,
         (None, WindowedLayers::Unrotated) => size.is_some() && unrotated.contains(layer),
+        (None, WindowedLayers::Chunked) => size.is_some() && !unrotated.contains(layer),
         (None, WindowedLayers::Alternate) => is_used && layer.is_multiple_of(2) && *layer < limit,
         (None, WindowedLayers::AllBut { every }) => !(layer + 1).is_multiple_of(every),
         (None, _) => size.is_some(),
@@ -114,30 +120,29 @@ fn never(fields: &mut Fields) {
 
 /// Returns the width of the windows in tokens. If the option is missing, returns `default`. If the option is null,
 /// there are no windows, and the result is `None`.
-fn width(fields: &mut Fields, default: Option<usize>) -> Option<usize> {
-    if !fields.has("sliding_window") {
+fn width(fields: &mut Fields, option: &str, default: Option<usize>) -> Option<usize> {
+    if !fields.has(option) {
         return default;
     }
-    fields.peek("sliding_window")?;
-    Some(fields.count("sliding_window", None, 1..=1 << 40))
+    fields.peek(option)?;
+    Some(fields.count(option, None, 1..=1 << 40))
 }
 
 const FULL: &str = "full_attention";
-const SLIDING: &str = "sliding_attention";
 
-/// Returns one entry per layer, which is true if `layer_types` gives the layer a sliding window. Returns `None` if the
+/// Returns one entry per layer, which is true if `layer_types` has the type `windowed` for the layer. Returns `None` if the
 /// file has no `layer_types`, or if the value is invalid. An invalid value is recorded as a problem.
-fn layer_types(fields: &mut Fields, layers: usize) -> Option<Vec<bool>> {
+fn layer_types(fields: &mut Fields, layers: usize, windowed: &str) -> Option<Vec<bool>> {
     let types = fields.take("layer_types")?;
     let all: Option<Vec<&str>> = types.as_array().and_then(|types| types.iter().map(Value::as_str).collect());
     match all {
-        Some(all) if all.iter().all(|one| [FULL, SLIDING].contains(one)) => {
+        Some(all) if all.iter().all(|one| [FULL, windowed].contains(one)) => {
             if all.len() == layers {
-                return Some(all.iter().map(|one| *one == SLIDING).collect());
+                return Some(all.iter().map(|one| *one == windowed).collect());
             }
             fields.wrong("layer_types", &types, &format!("one for each of {layers} layers"));
         }
-        _ => fields.unsupported("layer_types", &types, &[FULL, SLIDING].join(", ")),
+        _ => fields.unsupported("layer_types", &types, &[FULL, windowed].join(", ")),
     }
     None
 }

@@ -80,6 +80,8 @@ CASES = [
     ("dots1", "dots1", small(head_dim=12, n_routed_experts=4, n_shared_experts=2, first_k_dense_replace=1, norm_topk_prob=True,
                              sliding_window=6, max_window_layers=1, **SPARSE)),
     ("minimax_m2", "minimax_m2", small(head_dim=12, num_local_experts=4, num_experts_per_tok=2, rotary_dim=6)),
+    ("llama4_text", "llama4_text", small(num_hidden_layers=4, head_dim=12, intermediate_size_mlp=52, num_local_experts=4, num_experts_per_tok=2,
+                                         attention_chunk_size=8, floor_scale=5, interleave_moe_layer_step=2)),
     ("gpt_oss", "gpt_oss", small(head_dim=12, num_local_experts=4, num_experts_per_tok=2, sliding_window=6, swiglu_limit=0.8,
                                  **rope(**YARN, truncate=False))),
     ("llama_dynamic", "llama", small(max_position_embeddings=12, hidden_act="gelu", **rope(rope_type="dynamic", factor=2.0))),
@@ -107,6 +109,15 @@ MORE = [
     ("cohere_dynamic", "cohere", small(max_position_embeddings=12, **rope(rope_type="dynamic", factor=2.0))),
     ("glm_dynamic", "glm", small(max_position_embeddings=12, head_dim=16, **rope(rope_type="dynamic", factor=2.0, partial_rotary_factor=0.5))),
     ("cohere_bias", "cohere", small(attention_bias=True, tie_word_embeddings=False)),
+    ("cohere_norm", "cohere", small(use_qk_norm=True)),
+    ("stablelm_norm", "stablelm", small(qk_layernorm=True, use_qkv_bias=True)),
+    ("llama4_plain", "llama4_text", small(head_dim=8, intermediate_size_mlp=40, num_local_experts=3, num_experts_per_tok=1, attention_bias=True,
+                                          use_qk_norm=False, attn_temperature_tuning=False, moe_layers=[1])),
+    ("llama4_scout", "llama4_text", small(num_hidden_layers=4, head_dim=16, intermediate_size_mlp=40, num_local_experts=4, num_experts_per_tok=1,
+                                          no_rope_layers=[], attention_chunk_size=40, floor_scale=7, **rope(
+                                              rope_type="llama3", factor=16.0, low_freq_factor=1.0, high_freq_factor=1.0, original_max_position_embeddings=32))),
+    ("llama4_dense", "llama4_text", small(head_dim=8, intermediate_size_mlp=40, moe_layers=[], attention_chunk_size=6, no_rope_layers=[1, 1],
+                                          tie_word_embeddings=True, num_local_experts=1)),
     ("cohere2_pattern", "cohere2", small(num_hidden_layers=4, sliding_window=4, attention_bias=True)),
     ("cohere2_full", "cohere2", small(layer_types=[FULL, FULL])),
     ("deepseek_v2_bias", "deepseek_v2", {**DEEPSEEK, "attention_bias": True, "n_shared_experts": 2, "first_k_dense_replace": 0}),
@@ -128,6 +139,49 @@ MORE = [
     ("llama_gelu_new", "llama", small(hidden_act="gelu_new", tie_word_embeddings=True)),
     ("gpt_oss_plain", "gpt_oss", small(head_dim=8, num_local_experts=5, num_experts_per_tok=3, attention_bias=False, tie_word_embeddings=True,
                                        layer_types=[FULL, SLIDING], sliding_window=4)),
+    ("phi3_su", "phi3", small(original_max_position_embeddings=4, max_position_embeddings=64, rope_theta=10000.0, sliding_window=9,
+                              rope_scaling={**{k: v for k, v in LONG.items() if k != "rope_type"}, "type": "longrope"})),
+    ("gemma_mqa", "gemma", small(num_key_value_heads=1, head_dim=16, pad_token_id=0)),
+    ("olmo3_all", "olmo3", small(num_hidden_layers=4, sliding_window=6, num_key_value_heads=4, tie_word_embeddings=True)),
+    ("olmoe_bias", "olmoe", small(num_experts=6, num_experts_per_tok=2, attention_bias=True, num_key_value_heads=4, tie_word_embeddings=True)),
+    ("granite_yarn", "granite", small(embedding_multiplier=12.0, logits_scaling=16.0, residual_multiplier=0.22, attention_multiplier=0.0625, **rope(**YARN))),
+    ("granitemoe_tied", "granitemoe", small(num_local_experts=4, num_experts_per_tok=3, tie_word_embeddings=True, embedding_multiplier=0.5,
+                                            logits_scaling=6.0, residual_multiplier=1.5, attention_multiplier=0.25)),
+    ("gemma3_linear", "gemma3_text", small(num_hidden_layers=7, head_dim=12, sliding_window=6, query_pre_attn_scalar=20, final_logit_softcapping=5.0,
+                                           rope_parameters={FULL: dict(rope_type="linear", factor=8.0, rope_theta=1e6), SLIDING: dict(rope_type="default", rope_theta=1e4)})),
+    ("glm_mqa", "glm", small(num_key_value_heads=1, head_dim=16, pad_token_id=3, **rope(rope_type="linear", factor=4.0, partial_rotary_factor=0.5))),
+    ("glm4_moe_mtp", "glm4_moe", small(head_dim=16, n_routed_experts=6, n_group=3, topk_group=2, first_k_dense_replace=2, num_hidden_layers=3, num_nextn_predict_layers=1,
+                                       routed_scaling_factor=2.5, **SPARSE, **rope(**YARN, partial_rotary_factor=0.5))),
+    ("gpt_oss_tied", "gpt_oss", small(num_hidden_layers=3, head_dim=16, num_local_experts=6, num_experts_per_tok=1, sliding_window=3, **rope(rope_type="default"))),
+    ("ministral_yarn", "ministral", small(num_hidden_layers=3, sliding_window=4, head_dim=8, layer_types=[FULL, SLIDING, FULL], **rope(**YARN))),
+    ("ministral3_tied", "ministral3", small(head_dim=16, tie_word_embeddings=True, **rope(**{**LLAMA4_LONG, "llama_4_scaling_beta": 0.3, "original_max_position_embeddings": 4}))),
+    ("deepseek_v2_lite", "deepseek_v2", {**DEEPSEEK, "q_lora_rank": None, "n_shared_experts": 2, "norm_topk_prob": False, "topk_method": "greedy", "tie_word_embeddings": True,
+                                         **rope(rope_type="yarn", factor=40.0, original_max_position_embeddings=8, beta_fast=32, beta_slow=1, mscale=0.707, mscale_all_dim=0.707)}),
+    ("deepseek_v3_yarn", "deepseek_v3", {**DEEPSEEK, "n_group": 1, "topk_group": 1, "n_shared_experts": 2, "norm_topk_prob": False, "num_nextn_predict_layers": 1,
+                                         **rope(rope_type="yarn", factor=40.0, original_max_position_embeddings=8, beta_fast=32, beta_slow=1, mscale=1.0, mscale_all_dim=1.0)}),
+    ("deepseek_v3_plain", "deepseek_v3", {**DEEPSEEK, "q_lora_rank": None, "n_group": 3, "topk_group": 2, "rope_interleave": False, "attention_bias": True, "first_k_dense_replace": 2,
+                                          "num_hidden_layers": 3, "num_nextn_predict_layers": 2}),
+    ("ernie4_5_linear", "ernie4_5", small(head_dim=8, num_key_value_heads=1, **rope(rope_type="linear", factor=2.0))),
+    ("seed_oss_yarn", "seed_oss", small(head_dim=16, num_key_value_heads=1, tie_word_embeddings=True, **rope(**YARN))),
+    ("hunyuan_plain_dynamic", "hunyuan_v1_dense", small(head_dim=16, **rope(rope_type="dynamic", alpha=1000.0, factor=1.0, beta_fast=32, beta_slow=1, mscale=1.0, mscale_all_dim=0.0))),
+    ("exaone4_yarn", "exaone4", small(num_hidden_layers=4, sliding_window=4, head_dim=12, **rope(**YARN))),
+    ("arcee_dynamic", "arcee", small(hidden_act="silu", max_position_embeddings=12, **rope(rope_type="dynamic", factor=4.0))),
+    ("apertus_tied", "apertus", small(num_key_value_heads=1, head_dim=16, tie_word_embeddings=True)),
+    ("cohere_plain", "cohere", small(num_key_value_heads=4, logit_scale=1.0, hidden_act="gelu_fast", **rope(rope_type="linear", factor=2.0))),
+    ("cohere2_tied", "cohere2", small(num_hidden_layers=4, sliding_window=3, head_dim=12, logit_scale=0.5, tie_word_embeddings=False)),
+    ("stablelm_yarn", "stablelm", small(num_key_value_heads=1, tie_word_embeddings=True, qk_layernorm=True, use_parallel_residual=True, hidden_size=64, **rope(**YARN, partial_rotary_factor=0.5))),
+    ("starcoder2_mqa", "starcoder2", small(num_key_value_heads=1, sliding_window=None, hidden_act="gelu_python", norm_epsilon=1e-3)),
+    ("gpt_neox_fast", "gpt_neox", dict(small(hidden_act="gelu_fast", rotary_pct=0.25, hidden_size=64, rotary_emb_base=100000), num_key_value_heads=None)),
+    ("gpt_neox_relu", "gpt_neox", dict(small(hidden_act="relu", use_parallel_residual=False, **rope(rope_type="linear", factor=2.0, partial_rotary_factor=0.5)), num_key_value_heads=None)),
+    ("minimax_m2_tied", "minimax_m2", small(head_dim=16, num_local_experts=6, num_experts_per_tok=2, rotary_dim=8, tie_word_embeddings=True)),
+    ("dots1_groups", "dots1", small(head_dim=16, n_routed_experts=6, n_shared_experts=1, n_group=3, topk_group=1, routed_scaling_factor=2.5, norm_topk_prob=True,
+                                    num_hidden_layers=3, sliding_window=4, max_window_layers=2, **SPARSE)),
+    ("llama_long", "llama", small(max_position_embeddings=64, head_dim=8, **rope(**LONG, factor=8.0, original_max_position_embeddings=4))),
+    ("llama_yarn_factor", "llama", small(hidden_act="gelu_accurate", **rope(**YARN, attention_factor=1.3, truncate=False))),
+    ("qwen3_dynamic", "qwen3", small(head_dim=12, max_position_embeddings=10, **rope(rope_type="dynamic", factor=4.0))),
+    ("mixtral_window", "mixtral", small(num_local_experts=4, num_experts_per_tok=2, sliding_window=5, head_dim=12, **rope(**YARN))),
+    ("qwen3_moe_sparse", "qwen3_moe", small(num_hidden_layers=4, head_dim=12, num_local_experts=5, decoder_sparse_step=2, mlp_only_layers=[3], norm_topk_prob=True, **SPARSE)),
+    ("qwen2_moe_sparse", "qwen2_moe", small(num_hidden_layers=3, num_experts=5, shared_expert_intermediate_size=24, mlp_only_layers=[1], qkv_bias=False, **SPARSE)),
     ("mistral_gelu", "mistral", small(hidden_act="gelu_pytorch_tanh")),
 ]
 
@@ -157,7 +211,7 @@ def elements(name, shape, salt):
         mean, width = 0.0, 0.5
     elif re.search(r"embed_tokens|embed_in", name):
         mean, width = 0.0, 0.4
-    elif re.search(r"lm_head|embed_out|q_proj|k_proj|qkv|query_key|q_b_proj|mlp\.(gate|router)\.|block_sparse_moe\.(gate|router)", name):
+    elif re.search(r"lm_head|embed_out|q_proj|k_proj|qkv|query_key|q_b_proj|mlp\.(gate|router)\.|block_sparse_moe\.(gate|router)|feed_forward\.router", name):
         mean, width = 0.0, 3.0 / fan_in**0.5
     else:
         mean, width = 0.0, 1.8 / fan_in**0.5
@@ -195,7 +249,7 @@ def make(case, tokens):
             written = {k: v for k, v in written.items() if k not in ("transformers_version", "architectures", "dtype", "use_cache")}
             shapes = {n: list(t.shape) for n, t in stored.items() if n not in fixed}
             return dict(name=name, salt=salt, config=written, tensors=shortened(shapes), losses=losses, prompt=prompt, tokens=found)
-    raise SystemExit(f"{name}: no salt with clear greedy choices; last: {why}")
+    raise ValueError(f"no salt with clear greedy choices; last: {why}")
 
 
 def shortened(shapes):
@@ -216,8 +270,8 @@ def shortened(shapes):
 def train(model, flat):
     """Losses before and after AdamW steps, as in the README of the other cases."""
     batch = torch.tensor(flat).reshape(2, TOKENS)
-    # As in transformers' Trainer, biases of experts are vectors, although they are stored together.
-    is_matrix = lambda name, p: p.dim() >= 2 and not name.endswith("bias")
+    # As in transformers' Trainer, biases of experts and norms of heads are vectors, although they are stored together.
+    is_matrix = lambda name, p: p.dim() >= 2 and not name.endswith(("bias", "norm.weight"))
     matrices = [p for name, p in model.named_parameters() if is_matrix(name, p)]
     others = [p for name, p in model.named_parameters() if not is_matrix(name, p)]
     optimizer = torch.optim.AdamW([{"params": matrices}, {"params": others, "weight_decay": 0.0}], foreach=False,

@@ -80,8 +80,9 @@ impl RopeScaling {
             Self::None => kept,
             Self::Linear { factor } => RopeFrequencies { factor, offset: 0.0, ..kept },
             Self::Llama3 { factor, low, high, original } => {
-                let per_turn = original / TAU / (high - low);
-                RopeFrequencies { factor, per_turn, offset: -low / (high - low), ..kept }
+                // If both are equal, the interpolation becomes a step.
+                let width = if high == low { 1e-9 } else { high - low };
+                RopeFrequencies { factor, per_turn: original / TAU / width, offset: -low / width, ..kept }
             }
             Self::Yarn { factor, first, last, amplitude } => {
                 // If both indices are equal, the interpolation becomes a step.
