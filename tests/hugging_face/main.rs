@@ -16,6 +16,7 @@ mod options;
 mod preference;
 mod published;
 mod quantized;
+mod reloaded;
 mod saving;
 mod tokenizers;
 
