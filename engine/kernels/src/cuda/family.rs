@@ -97,6 +97,8 @@ families! {
     GroupedWarpgroups = "grouped_warpgroups.cu",
     /// Normalization of rows.
     Norm = "norm.cu",
+    /// Dequantization of weights, and norms of adapted weights.
+    Quantized = "quantized.cu",
     /// Sums over dimensions.
     Reduce = "reduce.cu",
     /// Rotary position embedding.
