@@ -155,12 +155,13 @@ fn rows_of_a_table_and_their_gradient() {
 /// Tables of ids, as ranks look up when they divide tokens.
 #[test]
 fn rows_of_ids() {
-    let table: Vec<u32> = (0..6 * 9).map(|i| i * i * 7919).collect();
+    let table: Vec<u32> = (0..6 * 9).map(|i| i * i * 7919 % 60_000).collect();
     for (rows, width) in [(6, 9), (13, 4), (54, 1)] {
         let dims: &[usize] = &[rows, width];
         let ids: [(&[usize], &[u32]); 2] = [(dims, &table[..rows * width]), (&[2, 2], &[3, 0, 5, 3])];
         check_forward(&[], &ids, |_, ids| {
-            Tensor::apply_op::<1>(Embedding { padding: None, first: 0 }, &[&ids[0], &ids[1]]).map(|[y]| y)
+            let [picked] = Tensor::apply_op(Embedding { padding: None, first: 0 }, &[&ids[0], &ids[1]])?;
+            picked.to_dtype(DType::F32)
         });
     }
 }
