@@ -98,11 +98,11 @@ impl Attention {
         Some(Rule::Labels(if self.causal { text.replace('q', "Q") } else { text }.into()))
     }
 
-    /// The settings in the form that the CUDA kernels take. `None` if they do not support them.
-    pub(super) fn scores(&self) -> Option<Scores> {
+    /// The settings in the form that the CUDA kernels take.
+    pub(super) fn scores(&self) -> Scores {
         let Self { scale, causal, window, cap, places } = *self;
-        let is_supported = places.is_none();
-        is_supported.then(|| Scores { scale: scale as f32, cap: cap.unwrap_or(0.0) as f32, is_causal: causal, window })
+        let places = places.filter(|_| causal);
+        Scores { scale: scale as f32, cap: cap.unwrap_or(0.0) as f32, is_causal: causal, window, places }
     }
 
     /// True if the queries may be those in this window, [batch, heads, tokens, ..], of all queries.
@@ -234,7 +234,7 @@ impl Op for Attention {
         });
     }
     fn cuda(&self, operands: &gapless_kernels::cuda::Operands<'_>) -> Option<Vec<gapless_kernels::cuda::Launch>> {
-        gapless_kernels::cuda::launch::attention(self.scores()?, operands)
+        gapless_kernels::cuda::launch::attention(self.scores(), operands)
     }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
@@ -452,7 +452,7 @@ impl Op for AttentionGrad {
         gapless_kernels::cuda::launch::attention_grad_workspace(&inputs[4])
     }
     fn cuda(&self, operands: &gapless_kernels::cuda::Operands<'_>) -> Option<Vec<gapless_kernels::cuda::Launch>> {
-        gapless_kernels::cuda::launch::attention_grad(self.attention.scores()?, operands)
+        gapless_kernels::cuda::launch::attention_grad(self.attention.scores(), operands)
     }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {

@@ -3,8 +3,11 @@
 use candle_core::{DType, Layout};
 
 use super::{Features, Kernel, Launch, MULTIPROCESSORS, Operand, Operands, launches, pack};
-use crate::Spec;
-use crate::cuda::Family::{self, Attention, AttentionGradWarpgroups, AttentionTensorCores, AttentionWarpgroups};
+use crate::cuda::Family::{
+    self, Attention, AttentionFolded, AttentionGradWarpgroups, AttentionGradWarpgroupsFolded, AttentionTensorCores,
+    AttentionTensorCoresFolded, AttentionWarpgroups, AttentionWarpgroupsFolded,
+};
+use crate::{Fold, Spec};
 
 #[derive(Debug, Clone, Copy, Default)]
 #[repr(C)]
@@ -46,6 +49,10 @@ pub(super) struct AttentionArguments {
     pub(super) cap: f32,
     pub(super) is_causal: u32,
     pub(super) is_by_size: u32,
+    pub(super) chunk: u32,
+    pub(super) near: u32,
+    pub(super) far: u32,
+    pub(super) round: u32,
 }
 
 /// The settings that turn products of queries and keys into scores.
@@ -59,6 +66,8 @@ pub struct Scores {
     pub is_causal: bool,
     /// The number of most recent keys that a query of causal attention sees; `None` if it sees all earlier keys.
     pub window: Option<usize>,
+    /// The tokens of the keys' sequence that the queries of causal attention are; `None` if they are its last tokens.
+    pub places: Option<Fold>,
 }
 
 /// Threads per block, and per warpgroup: `ATTENTION_THREADS` of attention.cuh, `WARPGROUP_THREADS` of warpgroup.cuh.
@@ -222,6 +231,8 @@ impl AttentionArguments {
     pub(super) fn new(of: Scores, [q, k, v]: [&Operand; 3], starts: Option<&Operand>) -> Option<Self> {
         let (&[_, heads, queries, head_size], &[_, kv_heads, keys, _]) = (q.dims(), k.dims()) else { return None };
         let &[_, _, _, value_size] = v.dims() else { return None };
+        let chunks = |of: Fold| [of.chunk(), of.place(0), of.place(of.chunk()), of.round()].map(|tokens| tokens as u32);
+        let [chunk, near, far, round] = of.places.map_or([0; 4], chunks);
         let [heads, queries, head_size, kv_heads, keys, value_size] =
             [heads, queries, head_size, kv_heads, keys, value_size].map(|extent| extent as u64);
         Some(Self {
@@ -254,6 +265,10 @@ impl AttentionArguments {
             cap: of.cap,
             is_causal: u32::from(of.is_causal),
             is_by_size: 0,
+            chunk,
+            near,
+            far,
+            round,
         })
     }
 
@@ -282,7 +297,7 @@ impl AttentionArguments {
             (false, _) => [blocks, heads, batch],
         };
         Some(Kernel {
-            family: form.family,
+            family: if self.chunk > 0 { folded(form.family) } else { form.family },
             shared_bytes: form.shared_bytes as u32,
             tickets: 0,
             name: form.name,
@@ -297,6 +312,17 @@ impl AttentionArguments {
     /// different tensors, which counts for the kernels of dk and dv if there are many blocks.
     fn is_by_size(&self, part: Part, blocks: u64) -> bool {
         matches!(part, Part::Forward | Part::GradQ) || self.widest() <= 64 && blocks < 8 * MULTIPROCESSORS
+    }
+}
+
+/// Returns the family with the same kernels for a rank's chunks of a sequence.
+fn folded(family: Family) -> Family {
+    match family {
+        Attention => AttentionFolded,
+        AttentionTensorCores => AttentionTensorCoresFolded,
+        AttentionWarpgroups => AttentionWarpgroupsFolded,
+        AttentionGradWarpgroups => AttentionGradWarpgroupsFolded,
+        other => other,
     }
 }
 
