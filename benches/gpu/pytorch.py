@@ -422,10 +422,10 @@ def built(name, vocabulary, sequence, is_grouped=True, is_checkpointed=False):
     size = SIZES[name] | {"vocabulary": vocabulary}
     if "kv_heads" in size:
         return llama(sequence, is_grouped, repeat, **size)
-    return gpt(sequence if name == "small" else max(sequence, 1024), repeat, **size)
+    return gpt(sequence if name == "small" else max(sequence, 1024), **size, repeat=repeat)
 
 
-def gpt(positions, repeat, vocabulary, layers, heads, width):
+def gpt(positions, vocabulary, layers, heads, width, repeat=lambda block, *inputs: block(*inputs)):
     import torch
     from torch import nn
     from torch.nn import functional as F

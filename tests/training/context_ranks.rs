@@ -3,11 +3,11 @@
 use gapless::engine::Numbers;
 use gapless::models::{Llama, LlamaConfig, MoeStyle, Traits};
 use gapless::nn::Preference;
-use gapless::{Batch, Checkpoint, Mesh, Precision, StepOptions, Trainer};
+use gapless::{Batch, Mesh, Precision, StepOptions, Trainer};
 use gapless_testing::{every_other, in_turn};
 
 use crate::common::{Kind, TinyRun};
-use crate::tensor_ranks::{BF16, case as case_on, close, lora, options, run, run_after, step_of, within};
+use crate::tensor_ranks::{BF16, case as case_on, checkpoints_go_around, close, lora, options, run, step_of, within};
 
 const STEPS: u64 = 3;
 
@@ -160,25 +160,10 @@ fn context_ranks_evaluate_as_one_rank_does() {
     }
 }
 
-/// A checkpoint of any of these meshes is resumed on any other, with the same bits of parameters and moments.
 #[test]
 fn checkpoints_go_from_and_to_context_ranks() {
     let meshes = [mesh(1), mesh(2), mesh(4), Mesh { tensor: 2, ..mesh(2) }, Mesh { shard: 2, ..mesh(2) }];
-    for (turn, from) in meshes.into_iter().enumerate() {
-        let dir = tempfile::tempdir().unwrap();
-        let save = |trainer: &mut Trainer| _ = trainer.save(dir.path(), serde_json::Value::Null).unwrap();
-        let resume = |trainer: &mut Trainer| {
-            trainer.resume(&Checkpoint::latest(dir.path()).unwrap().unwrap()).unwrap();
-        };
-        let saved = run_after(&case(Kind::Llama, from, false), 2, |_| {}, save);
-        let next = run_after(&case(Kind::Llama, from, false), 1, resume, |_| {});
-        for &to in in_turn(&meshes, turn) {
-            let what = format!("from {from:?} to {to:?}");
-            let resumed = run_after(&case(Kind::Llama, to, false), 0, resume, |_| {});
-            assert!(resumed.tensors == saved.tensors, "{what}");
-            close(&run_after(&case(Kind::Llama, to, false), 1, resume, |_| {}), &next, &what);
-        }
-    }
+    checkpoints_go_around(meshes.len(), |_, mesh| case(Kind::Llama, meshes[mesh], false));
 }
 
 #[test]

@@ -7,11 +7,11 @@ use gapless::engine::ops::Collective;
 use gapless::models::{LlamaConfig, Moe, MoeConfig};
 use gapless::nn::RouterConfig;
 use gapless::parallel::{Axes, Axis};
-use gapless::{Checkpoint, Mesh, Precision, StepOptions, TrainOptions, Trainer};
-use gapless_testing::{every_other, in_turn};
+use gapless::{Mesh, Precision, StepOptions, TrainOptions, Trainer};
+use gapless_testing::every_other;
 
 use crate::common::{Kind, TinyRun, on_cpu};
-use crate::tensor_ranks::{case as case_on, close, run, run_after};
+use crate::tensor_ranks::{case as case_on, checkpoints_go_around, close, run};
 
 const STEPS: u64 = 3;
 
@@ -113,27 +113,14 @@ fn folded_ranks_hold_whole_experts() {
     }
 }
 
-/// A checkpoint of any of these meshes is resumed on any other, with the same bits of parameters and moments.
 #[test]
 fn checkpoints_go_from_and_to_folded_ranks() {
     let all = meshes();
     let meshes = [(Mesh::default(), false), all[0], all[3], all[4], (Mesh { tensor: 2, ..Mesh::default() }, true)];
-    for (turn, (from, sequence_parallel)) in meshes.into_iter().enumerate() {
-        let kind = Kind::MOE[turn % Kind::MOE.len()];
-        let dir = tempfile::tempdir().unwrap();
-        let save = |trainer: &mut Trainer| _ = trainer.save(dir.path(), serde_json::Value::Null).unwrap();
-        let resume = |trainer: &mut Trainer| {
-            trainer.resume(&Checkpoint::latest(dir.path()).unwrap().unwrap()).unwrap();
-        };
-        let saved = run_after(&case(kind, from, sequence_parallel), 2, |_| {}, save);
-        let next = run_after(&case(kind, from, sequence_parallel), 1, resume, |_| {});
-        for &(to, sequence_parallel) in in_turn(&meshes, turn) {
-            let what = format!("{kind:?} from {from:?} to {to:?}");
-            let resumed = run_after(&case(kind, to, sequence_parallel), 0, resume, |_| {});
-            assert!(resumed.tensors == saved.tensors, "{what}");
-            close(&run_after(&case(kind, to, sequence_parallel), 1, resume, |_| {}), &next, &what);
-        }
-    }
+    checkpoints_go_around(meshes.len(), |model, mesh| {
+        let (mesh, sequence_parallel) = meshes[mesh];
+        case(Kind::MOE[model % Kind::MOE.len()], mesh, sequence_parallel)
+    });
 }
 
 /// Prints the table of docs/ranks.md.

@@ -12,13 +12,13 @@ use gapless::engine::ops::Collective;
 use gapless::models::{Gpt, GptConfig, Llama, LlamaConfig, MoeStyle};
 use gapless::parallel::{Axes, by_name};
 use gapless::{
-    AdamW, Checkpoint, GenerateOptions, Layers, Lora, Mesh, Overflow, Precision, Recompute, StepOptions, TrainOptions,
-    Trainable, Trainer,
+    AdamW, GenerateOptions, Layers, Lora, Mesh, Overflow, Precision, Recompute, StepOptions, TrainOptions, Trainable,
+    Trainer,
 };
 use gapless_testing::in_turn;
 
 use crate::common::{Kind, TinyRun, on_cpu};
-use crate::tensor_ranks::{Outcome, STEPS, close, run, run_after};
+use crate::tensor_ranks::{Outcome, STEPS, checkpoints_go_around, close, run};
 
 /// Number of parts of a batch: micro-batches of all ranks together.
 const PARTS: usize = 8;
@@ -197,25 +197,8 @@ fn meshes() -> [Mesh; 6] {
 }
 
 #[test]
-fn checkpoints_go_from_any_sharded_mesh_to_any_other() {
-    for (turn, &from) in meshes().iter().enumerate() {
-        let dir = tempfile::tempdir().unwrap();
-        let save = |trainer: &mut Trainer| drop(trainer.save(dir.path(), serde_json::Value::Null).unwrap());
-        let saved = run_after(&case(Kind::Llama, from), 2, |_| {}, save);
-        let resume = |trainer: &mut Trainer| {
-            trainer.resume(&Checkpoint::latest(dir.path()).unwrap().unwrap()).unwrap();
-        };
-        let next = run_after(&case(Kind::Llama, from), 1, resume, |_| {});
-        for &to in in_turn(&meshes(), turn + 1) {
-            let what = format!("from {from:?} to {to:?}");
-            let resumed = run_after(&case(Kind::Llama, to), 0, resume, |_| {});
-            for (name, tensor) in &resumed.tensors {
-                assert!(saved.tensors[name] == *tensor, "{what}: {name}");
-            }
-            let went_on = run_after(&case(Kind::Llama, to), 1, resume, |_| {});
-            assert!((went_on.losses[0] - next.losses[0]).abs() <= 1e-5 * next.losses[0].abs(), "{what}");
-        }
-    }
+fn checkpoints_go_from_sharded_mesh_to_mesh() {
+    checkpoints_go_around(meshes().len(), |_, mesh| case(Kind::Llama, meshes()[mesh]));
 }
 
 /// Clipping by value and by norm, and an average of the weights, go by parts.

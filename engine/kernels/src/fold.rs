@@ -47,6 +47,16 @@ impl Fold {
         (number / 2 * 2 * self.ranks + chunk) * self.chunk + within
     }
 
+    /// The number of tokens in a chunk.
+    pub fn chunk(&self) -> usize {
+        self.chunk
+    }
+
+    /// The number of the sequence's tokens in a round.
+    pub fn round(&self) -> usize {
+        2 * self.ranks * self.chunk
+    }
+
     /// Returns the places of the rank's chunks, in ascending order.
     pub fn ranges(&self) -> impl Iterator<Item = Range<usize>> + Clone + use<> {
         let fold = *self;

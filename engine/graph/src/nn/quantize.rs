@@ -12,7 +12,8 @@ use crate::ops::{QuantizedWeight, WeightSquares};
 use crate::tensor::Tensor;
 
 /// Quantized storage of the frozen weights of linear layers, as in bitsandbytes (QLoRA, arXiv 2305.14314). The weights are
-/// dequantized inside of products, one tile after another. The head, embeddings, experts and routers are not quantized.
+/// dequantized for each product, one tile after another or, on a GPU, one weight after another. The head, embeddings, experts
+/// and routers are not quantized.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct Quantize {

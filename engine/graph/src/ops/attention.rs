@@ -101,11 +101,12 @@ impl Attention {
         Some(Rule::Labels(if self.causal { text.replace('q', "Q") } else { text }.into()))
     }
 
-    /// The settings in the form that the CUDA kernels take. `None` if they do not support them.
-    pub(super) fn scores(&self) -> Option<Scores> {
+    /// The settings in the form that the CUDA kernels take.
+    pub(super) fn scores(&self) -> Scores {
         let Self { scale, causal, window, chunk, cap, places } = *self;
+        let places = places.filter(|_| causal);
         let (scale, cap) = (scale as f32, cap.unwrap_or(0.0) as f32);
-        places.is_none().then_some(Scores { scale, cap, is_causal: causal, window, chunk })
+        Scores { scale, cap, is_causal: causal, window, chunk, places }
     }
 
     /// True if the queries may be those in this window, [batch, heads, tokens, ..], of all queries.
@@ -247,7 +248,7 @@ impl Op for Attention {
         });
     }
     fn cuda(&self, operands: &gapless_kernels::cuda::Operands<'_>) -> Option<Vec<gapless_kernels::cuda::Launch>> {
-        gapless_kernels::cuda::launch::attention(self.scores()?, operands)
+        gapless_kernels::cuda::launch::attention(self.scores(), operands)
     }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
@@ -464,7 +465,7 @@ impl Op for AttentionGrad {
         gapless_kernels::cuda::launch::attention_grad_workspace(&inputs[4])
     }
     fn cuda(&self, operands: &gapless_kernels::cuda::Operands<'_>) -> Option<Vec<gapless_kernels::cuda::Launch>> {
-        gapless_kernels::cuda::launch::attention_grad(self.attention.scores()?, operands)
+        gapless_kernels::cuda::launch::attention_grad(self.attention.scores(), operands)
     }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {

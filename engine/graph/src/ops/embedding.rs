@@ -8,7 +8,6 @@ use gapless_kernels::{Spec, Window};
 
 use super::OutputTypes;
 use crate::error::Result;
-use crate::graph::FLOATS;
 use crate::reference::{Array, Reference};
 use crate::rule::Rule;
 use crate::tensor::Tensor;
@@ -84,8 +83,7 @@ impl Op for Embedding {
         }
     }
     fn cuda(&self, operands: &gapless_kernels::cuda::Operands<'_>) -> Option<Vec<gapless_kernels::cuda::Launch>> {
-        let is_float = FLOATS.contains(&operands.inputs[0].dtype);
-        is_float.then(|| gapless_kernels::cuda::launch::embedding(self.first, operands)).flatten()
+        gapless_kernels::cuda::launch::embedding(self.first, operands)
     }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {

@@ -1,8 +1,8 @@
 //! The linear layer x·Wᵀ + b with a frozen, quantized weight.
 //!
-//! In the products, W is dequantized one tile after another: [`TILE`] columns of the result at a time. So the whole
-//! dequantized weight is never in memory at once. Each tile is multiplied over all of k, so the result has the bits of a
-//! [`Linear`](super::Linear) layer with the dequantized weight.
+//! On the CPU, W is dequantized one tile after another: [`TILE`] columns of the result at a time. So the whole dequantized
+//! weight is never in memory at once. Each tile is multiplied over all of k, so the result has the bits of a
+//! [`Linear`](super::Linear) layer with the dequantized weight. On a GPU, W is dequantized into scratch of one call.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -11,6 +11,8 @@ use candle_core::DType;
 use gapless_kernels::cpu::gemm::{Epilogue, Factor, Gemm, Mode, Strides};
 use gapless_kernels::cpu::quantized::{BLOCK, Format, Matrix, NESTED_BLOCK, NF4, Rounding, Scales, dynamic_map};
 use gapless_kernels::cpu::{Args, scratch, with_float};
+use gapless_kernels::cuda::launch::{QuantizedMatrix, product_workspace};
+use gapless_kernels::cuda::{Fusible, Launch, Operands};
 use gapless_kernels::{Spec, Spread, Window};
 
 use crate::error::{Error, Result};
@@ -96,6 +98,19 @@ impl QuantizedWeight {
             Format::Int8 | Format::Nf4 { is_double: false } => Scales::Plain(args.input(first + 1)),
         };
         Matrix { format: self.format, columns: self.inputs, codes: args.input(first), scales, rounding: self.rounding }
+    }
+
+    /// The weight in the form that the CUDA kernels take.
+    pub(super) fn on_device(&self) -> QuantizedMatrix {
+        let Self { outputs: rows, inputs: columns, format, rounding, .. } = *self;
+        QuantizedMatrix { format, rounding, rows, columns, blocks: self.places((rows * columns).div_ceil(BLOCK)) }
+    }
+
+    /// Returns the sizes of the scratch of a product on a GPU, from x or dy to `result`.
+    fn cuda_workspace(&self, x: &Spec, result: &Spec) -> Vec<u64> {
+        let columns = super::width(result.dims());
+        let product = product_workspace(result.elements() / columns.max(1), columns);
+        vec![self.on_device().dequantized_bytes(x.dtype), product]
     }
 
     /// Returns the whole dequantized weight, by the formulas of the format.
@@ -221,6 +236,19 @@ impl Op for QuantizedLinear {
         let bias = self.has_bias.then(|| args.input::<f32>(args.inputs() - 1));
         with_float!(args.input_dtype(0), T => Product::Forward.run::<T>(&self.weight, args, bias));
     }
+    fn cuda_fusible(&self) -> Option<Fusible> {
+        Some(Fusible::Product)
+    }
+    fn cuda_workspace(&self, inputs: &[Spec], outputs: &[Spec]) -> Vec<u64> {
+        self.weight.cuda_workspace(&inputs[0], &outputs[0])
+    }
+    /// The dequantized weight is written; the product counts that it is read.
+    fn cuda_bytes_again(&self, inputs: &[Spec], _: &[Spec]) -> u64 {
+        self.weight.on_device().dequantized_bytes(inputs[0].dtype)
+    }
+    fn cuda(&self, operands: &Operands<'_>) -> Option<Vec<Launch>> {
+        self.weight.on_device().linear(self.weight.stored().len(), operands)
+    }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
         let (x, weight) = (args.input(0), self.weight.reference(args, 1));
@@ -286,6 +314,19 @@ impl Op for QuantizedLinearGradInput {
 
     fn run(&self, args: &mut Args<'_>) {
         with_float!(args.input_dtype(0), T => Product::Backward.run::<T>(&self.0, args, None));
+    }
+    fn cuda_fusible(&self) -> Option<Fusible> {
+        Some(Fusible::Product)
+    }
+    fn cuda_workspace(&self, inputs: &[Spec], outputs: &[Spec]) -> Vec<u64> {
+        self.0.cuda_workspace(&inputs[0], &outputs[0])
+    }
+    /// The dequantized weight is written; the product counts that it is read.
+    fn cuda_bytes_again(&self, inputs: &[Spec], _: &[Spec]) -> u64 {
+        self.0.on_device().dequantized_bytes(inputs[0].dtype)
+    }
+    fn cuda(&self, operands: &Operands<'_>) -> Option<Vec<Launch>> {
+        self.0.on_device().linear_grad_input(self.0.stored().len(), operands)
     }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {

@@ -126,6 +126,11 @@ impl Op for WeightSquares {
         }
     }
 
+    fn cuda(&self, operands: &gapless_kernels::cuda::Operands<'_>) -> Option<Vec<gapless_kernels::cuda::Launch>> {
+        let quantized = self.quantized.map(|weight| weight.on_device());
+        gapless_kernels::cuda::launch::weight_squares(self.scale as f32, quantized, operands)
+    }
+
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
         let (a, b) = (args.input(0), args.input(1));
         let weight = self.quantized.map_or_else(|| args.input(WEIGHT).clone(), |weight| weight.reference(args, WEIGHT));

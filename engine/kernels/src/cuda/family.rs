@@ -67,12 +67,20 @@ families! {
     AdamW8bit = "adamw_8bit.cu",
     /// Fused attention.
     Attention = "attention.cu",
+    /// Fused attention of a rank's chunks of a sequence.
+    AttentionFolded = "attention_folded.cu",
     /// The backward of fused attention on the tensor cores of compute capability 9.0.
     AttentionGradWarpgroups = "attention_grad_warpgroups.cu",
+    /// [`Self::AttentionGradWarpgroups`] of a rank's chunks of a sequence.
+    AttentionGradWarpgroupsFolded = "attention_grad_warpgroups_folded.cu",
     /// Fused attention on tensor cores.
     AttentionTensorCores = "attention_tensor_cores.cu",
+    /// [`Self::AttentionTensorCores`] of a rank's chunks of a sequence.
+    AttentionTensorCoresFolded = "attention_tensor_cores_folded.cu",
     /// The forward of fused attention on the tensor cores of compute capability 9.0.
     AttentionWarpgroups = "attention_warpgroups.cu",
+    /// [`Self::AttentionWarpgroups`] of a rank's chunks of a sequence.
+    AttentionWarpgroupsFolded = "attention_warpgroups_folded.cu",
     /// Caches of past keys and values, and attention over them.
     Cache = "cache.cu",
     /// Compression of activations to eight bits.
@@ -97,6 +105,8 @@ families! {
     GroupedWarpgroups = "grouped_warpgroups.cu",
     /// Normalization of rows.
     Norm = "norm.cu",
+    /// Dequantization of weights, and norms of adapted weights.
+    Quantized = "quantized.cu",
     /// Sums over dimensions.
     Reduce = "reduce.cu",
     /// Rotary position embedding.
@@ -133,8 +143,12 @@ impl Generated {
 
 /// The names and texts of the headers that the sources include.
 pub const HEADERS: &[(&str, &str)] = &[
+    ("attention.cu", include_str!("kernels/attention.cu")),
     ("attention.cuh", include_str!("kernels/attention.cuh")),
+    ("attention_grad_warpgroups.cu", include_str!("kernels/attention_grad_warpgroups.cu")),
+    ("attention_tensor_cores.cu", include_str!("kernels/attention_tensor_cores.cu")),
     ("attention_tensor_cores.cuh", include_str!("kernels/attention_tensor_cores.cuh")),
+    ("attention_warpgroups.cu", include_str!("kernels/attention_warpgroups.cu")),
     ("base.cuh", include_str!("kernels/base.cuh")),
     ("copy_async.cuh", include_str!("kernels/copy_async.cuh")),
     ("fused.cuh", include_str!("kernels/fused.cuh")),

@@ -6,12 +6,22 @@
 //!   longer than their handles live. This state would be lost if the context were released and created anew.
 
 use std::collections::BTreeMap;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use cudarc::driver::{result, sys};
 
 use super::device::DeviceError;
 use super::named::Named;
+
+/// Excludes captures, and calls that may wait for the whole context, from each other until the result is dropped, in all
+/// threads of the process. Waiting for a context while one of its streams captures fails the capture, whichever thread
+/// waits (CUDA C++ Programming Guide, "Prohibited and Unhandled Operations"). Loading code may wait for the context
+/// ("Lazy Loading"), and so may the allocation and release of memory ("Implicit Synchronization"). A thread must drop one
+/// result before it asks for the next.
+pub(super) fn exclusive() -> MutexGuard<'static, ()> {
+    static EXCLUSIVE: Mutex<()> = Mutex::new(());
+    EXCLUSIVE.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 /// A context's handle.
 #[derive(Debug, Clone, Copy)]

@@ -15,7 +15,7 @@ use cudarc::driver::{result, sys};
 use gapless_alloc::draw::Bytes;
 use gapless_kernels::cuda::HostCopy;
 
-use super::context::Context;
+use super::context::{Context, exclusive};
 use super::device::DeviceError;
 use super::event::Event;
 use super::named::Named;
@@ -83,8 +83,11 @@ impl Copies {
             return Err(too_little(format!("{} ({available} bytes) are available", Bytes(available))));
         }
         let (stream, start) = (Stream::new(context, device)?, Event::new(device)?);
-        // SAFETY: the context is current.
-        let memory = unsafe { result::malloc_host(needed.max(1) as usize, 0) };
+        let memory = {
+            let _exclusive = exclusive();
+            // SAFETY: the context is current.
+            unsafe { result::malloc_host(needed.max(1) as usize, 0) }
+        };
         let memory = memory.map_err(|error| too_little(format!("cuMemHostAlloc failed on {device}: {error}")))?.cast();
         tracing::info!(bytes = needed, file = ?folder, "pinned host memory reserved for offloaded activations");
         let (ends, under_way, in_file) = (HashMap::new(), Vec::new(), HashMap::new());
@@ -199,6 +202,7 @@ impl Drop for Copies {
     fn drop(&mut self) {
         // If the wait fails, the memory stays in use until the process ends.
         let waited = self.context.enter(&self.device).and_then(|()| self.stream.synchronize());
+        let _exclusive = exclusive();
         // SAFETY: no work uses the memory any more.
         let _ = waited.map(|()| unsafe { result::free_host(self.memory.cast()) });
     }

@@ -11,6 +11,7 @@ use candle_core::DType;
 use cudarc::cublaslt::{result, sys};
 use gapless_kernels::cuda::launch::{ALIGNMENT, Epilogue, Matrix, Product};
 
+use super::context::exclusive;
 use super::device::DeviceError;
 use super::libraries::keep_from_packages;
 use super::mapped::holders;
@@ -136,6 +137,7 @@ impl CublasLt {
                           found if that python3 is on PATH)";
             return Err(DeviceError::Missing { what: "cuBLASLt", remedy });
         }
+        let _exclusive = exclusive();
         let handle = result::create_handle().map_err(|error| failed(device, "cublasLtCreate", &error))?;
         Ok(Self { device: device.into(), handle, chosen: HashMap::new(), refused: HashMap::new() })
     }
@@ -307,6 +309,7 @@ impl CublasLt {
 
 impl Drop for CublasLt {
     fn drop(&mut self) {
+        let _exclusive = exclusive();
         // SAFETY: this struct is the handle's only owner.
         let _ = unsafe { result::destroy_handle(self.handle) };
     }

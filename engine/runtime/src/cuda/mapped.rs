@@ -9,6 +9,7 @@ use std::process::Command;
 
 use cudarc::driver::{result, sys};
 
+use super::context::exclusive;
 use super::device::{DeviceError, DeviceMemory};
 use super::named::Named;
 
@@ -67,9 +68,11 @@ impl Mapped {
         }
         let (mut handle, address) = (0, self.address + self.bytes as u64);
         let kind = kind(self.devices[0]);
+        let exclusive = exclusive();
         // SAFETY: the call only writes `handle`.
         let created = unsafe { sys::cuMemCreate(&mut handle, lacking, &kind, 0) };
         if created == sys::cudaError_enum::CUDA_ERROR_OUT_OF_MEMORY {
+            drop(exclusive);
             return Err(out_of_memory());
         }
         created.result().named(name, "cuMemCreate")?;
@@ -122,6 +125,7 @@ impl Mapped {
 
 impl Drop for Mapped {
     fn drop(&mut self) {
+        let _exclusive = exclusive();
         // SAFETY: the range was mapped by `new` or `extend`. The owner has waited for all work that uses it; other
         // devices only access it through communicators, which are dropped first.
         unsafe {

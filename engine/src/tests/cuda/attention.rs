@@ -9,6 +9,7 @@ use crate::cuda::launch::{Scores, attention, attention_grad};
 use crate::cuda::{Features, Launch, Operand, Operands, Random};
 use crate::graph::{Sequences, lock};
 use crate::ops::Attention;
+use gapless_kernels::Fold;
 
 /// Names of the kernels for 2 × 3 heads, forward and backward, with their blocks and shared memory. Operands begin `behind` bytes after
 /// a pack.
@@ -36,7 +37,7 @@ fn kernels(
         random: Random { key: 0, micro_batch: 0 },
         features: Features { warpgroups, tf32: false },
     };
-    let scores = Scores { scale: 1.0, cap: 0.0, is_causal: true, window: None, chunk: None };
+    let scores = Scores { scale: 1.0, cap: 0.0, is_causal: true, window: None, chunk: None, places: None };
     let forward = attention(scores, &operands).unwrap();
     let operands = Operands { inputs: &inputs, outputs: &outputs, workspace: &[11 << 20], ..operands };
     let launches = forward.into_iter().chain(attention_grad(scores, &operands).unwrap());
@@ -181,5 +182,41 @@ fn windows_documents_caps_and_value_sizes_match_the_reference() {
             let [out, _] = Tensor::apply_op(how, &inputs)?;
             Ok(out)
         });
+    }
+}
+
+/// Queries that are a rank's chunks of the keys' sequence: chunks that end within tiles and at their ends, and that span
+/// several blocks; the first and the last rank, whose chunks touch; windows and documents.
+#[test]
+fn chunks_see_the_keys_up_to_their_places() {
+    // (tokens, (ranks, rank), rounds, head size, window, whether there are documents)
+    let cases = [
+        (48, (2, 1), 3, 8, None, false),
+        (320, (2, 0), 1, 64, None, true),
+        (192, (4, 2), 2, 80, Some(50), false),
+        (12, (3, 2), 1, 16, None, true),
+        (320, (4, 1), 2, 80, Some(50), true),
+        (640, (2, 0), 5, 128, Some(33), false),
+        (272, (2, 1), 1, 256, None, true),
+        (1024, (4, 0), 1, 64, Some(200), true),
+    ];
+    for &(tokens, part, rounds, size, window, has_documents) in few(&cases, 4) {
+        let fold = Fold::new(tokens, part, rounds).unwrap();
+        let queries = tokens / part.0;
+        let attention = Attention { window, places: Some(fold), ..Attention::causal(0.3) };
+        let starts: Vec<u32> = (0..queries).map(|query| (fold.place(query) / 37 * 37) as u32).collect();
+        let shape = [1, queries];
+        let ids: Vec<(&[usize], &[u32])> = has_documents.then_some((&shape[..], &starts[..])).into_iter().collect();
+        check(
+            &["attention", "attention_grad"],
+            &[&[1, queries, 2, size], &[1, tokens, 1, size], &[1, tokens, 1, size]],
+            &ids,
+            |x, ids| {
+                let [q, k, v] = [x[0].transpose(1, 2)?, x[1].transpose(1, 2)?, x[2].transpose(1, 2)?];
+                let inputs: Vec<&Tensor> = [&q, &k, &v].into_iter().chain(ids).collect();
+                let [out, _] = Tensor::apply_op(attention, &inputs)?;
+                Ok(out)
+            },
+        );
     }
 }

@@ -3,7 +3,7 @@
 use super::judge::check;
 use crate::ops::{
     Chooses, Combine, Dispatch, DocumentLoad, DropPolicy, Dropped, ExpertGroups, ExpertLoad, LimitedActivation, Route,
-    RoutedSwiGlu, RunLengths, RunStarts, SlotWeights, TopK,
+    RouteKept, RoutedSwiGlu, RunLengths, RunStarts, SlotWeights, TopK,
 };
 use crate::{Result, Tensor};
 
@@ -71,6 +71,27 @@ fn experts_choose() {
         let [rows] = Tensor::apply_op(Dispatch, &[&x[0], &places, &slots])?;
         Ok(rows)
     });
+}
+
+/// Slots without a row in another routing get none.
+#[test]
+fn rows_of_kept_choices() {
+    for (capacity, rows) in [(9, 2 * TOKENS * 2), (1, 2 * EXPERTS), (40, 5 * TOKENS)] {
+        check(&["route_kept"], &[&[2, TOKENS, 5], &[2, TOKENS, EXPERTS]], &[(IDS_DIMS, &ids())], |x, ids| {
+            let [places, ..] = route(&ids[0], Some((capacity, DropPolicy::Last)), None)?;
+            let by_tokens = RouteKept { experts: EXPERTS, chooses: Chooses::Tokens, rows };
+            let [places, slots, _] = Tensor::apply_op(by_tokens, &[&places, &ids[0]])?;
+            let [of_tokens] = Tensor::apply_op(Dispatch, &[&x[0], &places, &slots])?;
+            let capacity = Some((capacity, DropPolicy::Lightest));
+            let op = Route { experts: EXPERTS, chooses: Chooses::Experts, capacity };
+            let [places, _, _] = Tensor::apply_op(op, &[&x[1]])?;
+            let rows = 2 * TOKENS * EXPERTS;
+            let by_experts = RouteKept { experts: EXPERTS, chooses: Chooses::Experts, rows };
+            let [places, slots, _] = Tensor::apply_op(by_experts, &[&places])?;
+            let [of_experts] = Tensor::apply_op(Dispatch, &[&x[0], &places, &slots])?;
+            of_tokens.sum(0)?.add(&of_experts.sum(0)?)
+        });
+    }
 }
 
 const LIMITED: Option<LimitedActivation> = Some(LimitedActivation { alpha: 1.7, limit: 0.6 });

@@ -4,7 +4,7 @@ use gapless_testing::few;
 
 use super::host;
 use super::processor::device;
-use super::small::{Small, Style, WIDTH};
+use super::small::{SEQUENCE, Small, Style, WIDTH};
 use super::step::compare_steps;
 use super::trainer::{batch, expect_near, options};
 use crate::data::IGNORED;
@@ -32,6 +32,11 @@ struct Shared {
 
 impl Mixture {
     pub fn new(config: &RouterConfig, is_shared: bool, vb: VarBuilder) -> Result<Self> {
+        Self::over(SEQUENCE, config, is_shared, vb)
+    }
+
+    /// The model for sequences of `tokens` tokens.
+    pub fn over(tokens: usize, config: &RouterConfig, is_shared: bool, vb: VarBuilder) -> Result<Self> {
         let project = |from, to, name| linear_no_bias(from, to, vb.pp("shared").pp(name));
         let shared = || -> Result<Shared> {
             Ok(Shared {
@@ -42,7 +47,7 @@ impl Mixture {
             })
         };
         Ok(Self {
-            llama: Small::new(Style::Llama, vb.clone())?,
+            llama: Small::over(tokens, Style::Llama, vb.clone())?,
             norm: Box::new(rms_norm(WIDTH, 1e-5, vb.pp("norm"))?),
             router: Router::new(config, WIDTH, vb.pp("router"))?,
             experts: Experts::new(config.experts, WIDTH, 5, vb.pp("experts"))?,

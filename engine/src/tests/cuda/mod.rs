@@ -24,6 +24,7 @@ mod optimizers;
 mod own_operation;
 mod processor;
 mod products;
+mod quantized;
 mod ranks;
 mod rounding;
 mod routing;

@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use gapless_testing::few;
+use gapless_testing::{few, in_turn};
 
 use super::mixture::{Mixture, mixtures};
 use super::processor::device;
@@ -14,7 +14,7 @@ use super::{gpu, host};
 use crate::checkpoint::Checkpoint;
 use crate::compile::Target;
 use crate::cuda::Launch;
-use crate::nn::{Lora, Trainable, VarBuilder};
+use crate::nn::{Lora, Quantize, QuantizedFormat, QuantizedRounding, Trainable, VarBuilder};
 use crate::optim::{Adafactor, AdamW8bit, GaLore, Lion, Muon, Optimizer};
 use crate::runtime::Session;
 use crate::{MemoryOptions, Model, ParameterGroup, Precision, Result, StepOptions, TrainOptions, Trainer};
@@ -163,15 +163,28 @@ fn optimizers_train_mixtures_as_on_the_cpu() {
     few(&[name], 0).iter().for_each(|name| train_on_both(name, &options, model));
 }
 
-/// Adapters train on frozen weights.
+/// Adapters train on frozen weights, plain and quantized, with and without trained norms of rows.
 #[test]
 fn adapters_train_as_on_the_cpu() {
     if !host::is_there() {
         return;
     }
-    let lora = Lora { rank: 2, dropout: 0.1, targets: vec!["q".into(), "down".into()], ..Lora::default() };
-    for &precision in few(&[Bf16, F32, PureBf16], 1) {
-        let options = in_precision(precision, Trainable::Lora(lora.clone()));
-        train_on_both(&format!("adapters in {precision:?}"), &options, |vb| Small::new(Style::Llama, vb));
+    let quantize = |format, double, rounding| Some(Quantize { format, double, rounding, ..Quantize::default() });
+    let (int8, nf4) = (QuantizedFormat::Int8, QuantizedFormat::Nf4);
+    let kinds = [
+        (false, None),
+        (true, None),
+        (false, quantize(int8, false, None)),
+        (false, quantize(nf4, true, Some(QuantizedRounding::Bf16))),
+        (true, quantize(nf4, true, None)),
+        (true, quantize(nf4, false, Some(QuantizedRounding::F16))),
+    ];
+    for (turn, (dora, quantize)) in kinds.into_iter().enumerate() {
+        let targets = vec!["q".into(), "down".into()];
+        let lora = Lora { rank: 2, dropout: 0.1, targets, dora, quantize, ..Lora::default() };
+        for &precision in in_turn(&[Bf16, F32, PureBf16], turn) {
+            let options = in_precision(precision, Trainable::Lora(lora.clone()));
+            train_on_both(&format!("{lora:?} in {precision:?}"), &options, |vb| Small::new(Style::Llama, vb));
+        }
     }
 }

@@ -4,7 +4,7 @@ use candle_core::{DType, Layout};
 use gapless_graph::{Numbers, Stream, Window};
 
 use super::host;
-use super::judge::{Stored, check, judge};
+use super::judge::{Stored, check, check_forward, judge};
 use super::memory::Region;
 use crate::Tensor;
 use crate::cuda::launch::{HeadRows, Upstream, embedding_grad, embedding_grad_workspace, head};
@@ -148,6 +148,20 @@ fn rows_of_a_table_and_their_gradient() {
         check(&["embedding", "embedding_grad"], &[&[rows, width]], &[(dims, ids)], |x, ids| {
             let padding = (ids[0].dims().len() > 1).then_some(3);
             Tensor::apply_op::<1>(Embedding { padding, first }, &[&x[0], &ids[0]]).map(|[y]| y)
+        });
+    }
+}
+
+/// Tables of ids, as ranks look up when they divide tokens.
+#[test]
+fn rows_of_ids() {
+    let table: Vec<u32> = (0..6 * 9).map(|i| i * i * 7919 % 60_000).collect();
+    for (rows, width) in [(6, 9), (13, 4), (54, 1)] {
+        let dims: &[usize] = &[rows, width];
+        let ids: [(&[usize], &[u32]); 2] = [(dims, &table[..rows * width]), (&[2, 2], &[3, 0, 5, 3])];
+        check_forward(&[], &ids, |_, ids| {
+            let [picked] = Tensor::apply_op(Embedding { padding: None, first: 0 }, &[&ids[0], &ids[1]])?;
+            picked.to_dtype(DType::F32)
         });
     }
 }

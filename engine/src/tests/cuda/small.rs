@@ -34,6 +34,11 @@ pub const BATCH: usize = 4;
 
 impl Small {
     pub fn new(style: Style, vb: VarBuilder) -> Result<Self> {
+        Self::over(SEQUENCE, style, vb)
+    }
+
+    /// The model for sequences of `tokens` tokens.
+    pub fn over(tokens: usize, style: Style, vb: VarBuilder) -> Result<Self> {
         let norm = |name: &str| -> Result<Box<dyn Module>> {
             Ok(match style {
                 Style::Gpt => Box::new(layer_norm(WIDTH, 1e-5, vb.pp(name))?),
@@ -53,7 +58,7 @@ impl Small {
         Ok(Self {
             style,
             embedding,
-            positions: vb.get((SEQUENCE, WIDTH), "places")?,
+            positions: vb.get((tokens, WIDTH), "places")?,
             norms: [norm("norm_1")?, norm("norm_2")?, norm("norm_3")?],
             q: project(WIDTH, WIDTH, "q")?,
             kv: [project(WIDTH, kv, "k")?, project(WIDTH, kv, "v")?],

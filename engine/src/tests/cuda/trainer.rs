@@ -11,6 +11,7 @@ use crate::checkpoint::Checkpoint;
 use crate::compile;
 use crate::data::IGNORED;
 use crate::learning_rate::{LearningRate, Shape};
+use crate::nn::{PairLoss, Preference};
 use crate::recompute::Recompute;
 use crate::{
     Batch, DeviceChoice, GenerateOptions, LossTerms, MemoryOptions, Precision, Role, SkipThresholds, StepOptions,
@@ -40,12 +41,16 @@ fn on_device(style: Style, options: &TrainOptions) -> Trainer {
 
 /// Tokens and targets of a step.
 pub fn batch(step: u64) -> [Vec<u32>; 2] {
-    [0, 5]
-        .map(|shift| (0..BATCH * SEQUENCE).map(|i| ((i * 7 + shift + step as usize * 3) % VOCABULARY) as u32).collect())
+    batch_over(SEQUENCE, step)
+}
+
+/// Tokens and targets of a step with sequences of `tokens` tokens.
+pub fn batch_over(tokens: usize, step: u64) -> [Vec<u32>; 2] {
+    [0, 5].map(|shift| (0..BATCH * tokens).map(|i| ((i * 7 + shift + step as usize * 3) % VOCABULARY) as u32).collect())
 }
 
 pub fn step(trainer: &mut Trainer) -> Result<[f32; 2], TrainError> {
-    let [tokens, targets] = batch(trainer.steps());
+    let [tokens, targets] = batch_over(trainer.options().step.sequence, trainer.steps());
     trainer.step(&tokens, &targets).map(|report| [report.loss, report.gradient_norm])
 }
 
@@ -187,6 +192,41 @@ fn in_bf16_trains_as_on_the_cpu() {
             // at most 2⁻⁸ = 4e-3, with random sign.
             let off = distance(&on_cpu, &on_gpu);
             assert!(off <= 2e-2 * norm + 1e-5, "gradient of {name}: {off} of {norm}, {style:?}");
+        }
+    }
+}
+
+/// Steps on pairs of answers, and on answers with labels, have the losses, norms and rewards of the CPU.
+#[test]
+fn preferences_train_as_on_the_cpu() {
+    if !host::is_there() {
+        return;
+    }
+    let allowed = gpu::allowed(2e-5, 2e-4) as f32;
+    for loss in [PairLoss::Dpo, PairLoss::Ipo, PairLoss::Orpo, PairLoss::Kto] {
+        let preference = Some(Preference { loss, ..Preference::default() });
+        let step = StepOptions { documents: true, preference, micro_batches: 2, ..options().step };
+        let options = TrainOptions { step, ..options() };
+        let (mut cpu, mut gpu) = (on_cpu(Style::Llama, &options), on_device(Style::Llama, &options));
+        for step in 0..3 {
+            let [tokens, mut targets] = batch(step);
+            // The first two tokens of each sequence are the prompt.
+            targets.iter_mut().step_by(SEQUENCE).for_each(|target| *target = IGNORED);
+            let starts = vec![0; tokens.len()];
+            let batch = Batch { tokens: &tokens, targets: &targets, starts: &starts };
+            let reference: Vec<f32> = match loss {
+                PairLoss::Orpo => Vec::new(),
+                _ => (0..BATCH).map(|sequence| -14.0 - sequence as f32 / 3.0).collect(),
+            };
+            let labels: &[f32] = if loss == PairLoss::Kto { &[1.0, 0.0, 0.0, 0.0] } else { &[] };
+            let [of_cpu, of_gpu] =
+                [&mut cpu, &mut gpu].map(|trainer| trainer.step_answers(&batch, &reference, labels).unwrap());
+            expect_near("loss", of_gpu.loss, of_cpu.loss, allowed);
+            expect_near("norm", of_gpu.gradient_norm, of_cpu.gradient_norm, 10.0 * allowed);
+            let [of_cpu, of_gpu] = [of_cpu, of_gpu].map(|report| report.rewards.unwrap());
+            let size = of_cpu.chosen.abs().max(of_cpu.rejected.abs());
+            assert!((of_gpu.margin - of_cpu.margin).abs() <= 10.0 * allowed * size, "{of_gpu:?}, not {of_cpu:?}");
+            assert_eq!(of_gpu.accuracy, of_cpu.accuracy, "{loss:?}");
         }
     }
 }

@@ -86,7 +86,7 @@ impl Op for Fused {
 
     fn cuda(&self, operands: &Operands<'_>) -> Option<Vec<Launch>> {
         let launch = match self.members[0].op.cuda_fusible()? {
-            Fusible::Product => Launch::Product(product::product(self, operands)?),
+            Fusible::Product => return product::product(self, operands),
             Fusible::EmbeddingGrad { padding, first } => {
                 let rows = Operands { inputs: &operands.inputs[..2], ..*operands };
                 return launch::add_embedding_grad(padding, first, &rows);

@@ -116,8 +116,9 @@ impl Fusion<'_> {
     }
 }
 
-/// Returns the library call for a product and the operation that follows it, or `None` if there is no such call.
-pub(super) fn product(fused: &Fused, operands: &Operands<'_>) -> Option<Product> {
+/// Returns the launches of a product and the operation that follows it, of which the last one is the library's call for
+/// both. Returns `None` if there is no such call.
+pub(super) fn product(fused: &Fused, operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let [first, second] = &fused.members[..] else { return None };
     let output = |member: usize| {
         let index = fused.outputs.iter().position(|made| made.0 == member)?;
@@ -129,14 +130,20 @@ pub(super) fn product(fused: &Fused, operands: &Operands<'_>) -> Option<Product>
     };
     let inputs: Vec<Operand> = first.inputs.iter().map(|(source, _)| from_memory(*source)).collect::<Option<_>>()?;
     let alone = Operands { inputs: &inputs, outputs: &[output(1)?], accumulate: 0, ..*operands };
-    let Ok([Launch::Product(product)]) = <[Launch; 1]>::try_from(first.op.cuda(&alone)?) else { return None };
-    let epilogue = match EpilogueKind::from_fusible(&second.op.cuda_fusible()?)? {
-        EpilogueKind::Gelu => Epilogue::Gelu { kept: output(0).map(|kept| kept.address) },
-        EpilogueKind::GeluGrad => Epilogue::GeluGrad { of: from_memory(second.inputs[0].0)?.address },
+    let mut launches = first.op.cuda(&alone)?;
+    let Some(Launch::Product(product)) = launches.pop() else { return None };
+    let with_epilogue = match EpilogueKind::from_fusible(&second.op.cuda_fusible()?)? {
+        EpilogueKind::Gelu => {
+            Product { epilogue: Epilogue::Gelu { kept: output(0).map(|kept| kept.address) }, ..product }
+        }
+        EpilogueKind::GeluGrad => {
+            Product { epilogue: Epilogue::GeluGrad { of: from_memory(second.inputs[0].0)?.address }, ..product }
+        }
         EpilogueKind::Add => {
             let other = second.inputs.iter().find_map(|(source, _)| from_memory(*source))?;
-            return Some(Product { onto: Some(other.address), ..product });
+            Product { onto: Some(other.address), ..product }
         }
     };
-    Some(Product { epilogue, ..product })
+    launches.push(Launch::Product(with_epilogue));
+    Some(launches)
 }

@@ -81,10 +81,11 @@ impl Route {
         gapless_kernels::cuda::launch::Routing {
             experts: self.experts,
             sequences,
-            has_ids: self.chooses == Chooses::Tokens,
+            ids: (self.chooses == Chooses::Tokens).then_some(0),
             weights: self.weights(),
             routed,
             limits,
+            kept: None,
             capacity: self.capacity.map(|(most, _)| most),
         }
     }
@@ -349,6 +350,19 @@ impl Op for RouteKept {
         for (row, &slot) in row_slots[..used].iter().enumerate() {
             slot_rows[slot as usize] = row as u32;
         }
+    }
+    fn cuda(&self, operands: &gapless_kernels::cuda::Operands<'_>) -> Option<Vec<gapless_kernels::cuda::Launch>> {
+        let routing = gapless_kernels::cuda::launch::Routing {
+            experts: self.experts,
+            sequences: Route::extents(operands.inputs[0].dims()).0,
+            ids: (self.chooses == Chooses::Tokens).then_some(1),
+            weights: None,
+            routed: None,
+            limits: None,
+            kept: Some(0),
+            capacity: None,
+        };
+        gapless_kernels::cuda::launch::route(routing, operands)
     }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {

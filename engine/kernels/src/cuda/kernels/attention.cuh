@@ -1,4 +1,6 @@
-// Shared parts of the attention kernels: operands, tiles in shared memory, and the keys that a query sees.
+// Shared parts of the attention kernels: operands, tiles in shared memory, and the keys that a query sees. With FOLDED, the
+// queries of causal attention are the chunks that a rank has of the keys' sequence (fold.rs), in ascending order. Kernels
+// only assume that later queries see the same keys and more.
 #pragma once
 #include "rows.cuh"
 
@@ -43,20 +45,54 @@ struct AttentionArguments {
     // The number of most recent keys that a query sees; 0 for all.
     u64 window;
     // The number of keys of a chunk, of which a query sees its own; 0 for all. Chunks begin at the query's start.
-    u64 chunk;
+    u64 chunk_size;
     f32 scale;
     // If above 0, a score s is replaced by cap·tanh(s/cap).
     f32 cap;
     u32 is_causal;
     // Only read by attention_wg_grad_kv_64: true if the grid is [heads][batch][blocks], false if it is [heads][blocks][batch].
     u32 is_by_size;
+    // Only read with FOLDED. Of each `round` tokens of the sequence, two chunks of `chunk` tokens are queries. They begin
+    // `near` and `far` tokens after the start of the round.
+    u32 chunk;
+    u32 near;
+    u32 far;
+    u32 round;
 
     // The head of keys that a head of queries reads. Divisions of 32 bits take far fewer instructions than those of 64.
     __device__ __forceinline__ u64 kv_head_of(u32 head) const { return head / (u32(heads) / u32(kv_heads)); }
 
+#ifdef FOLDED
+    // The (exclusive) end of the range of keys that a query sees.
+    __device__ __forceinline__ u64 visible(u64 query) const { return seen_by(u32(query)); }
+
+    // The same, for fewer registers: a sequence has fewer than 2^32 tokens.
+    __device__ __forceinline__ u32 seen_by(u32 query) const {
+        const u32 number = query / chunk, seen = number / 2 * round + (number % 2 ? far : near) + query - number * chunk + 1;
+        return seen < u32(keys) ? seen : u32(keys);
+    }
+
+    // The first query that sees a key: the number of queries at earlier places.
+    __device__ __forceinline__ u64 first_query(u64 key) const {
+        const u32 number = u32(key) / round, within = u32(key) - number * round;
+        const auto before = [&](u32 start) { return within > start ? smaller(within - start, chunk) : 0; };
+        return u64(number) * 2 * chunk + before(near) + before(far);
+    }
+
+    // The first query for which a key has left the window.
+    __device__ __forceinline__ u64 end_query(u64 key) const {
+        return window ? first_query(smaller(key + window, keys)) : queries;
+    }
+#else
     // The (exclusive) end of the range of keys that a query sees.
     __device__ __forceinline__ u64 visible(u64 query) const {
         return is_causal ? smaller(query + (keys - queries) + 1, keys) : keys;
+    }
+
+    // The same, for fewer registers: a sequence has fewer than 2^32 tokens.
+    __device__ __forceinline__ u32 seen_by(u32 query) const {
+        const u32 all = u32(keys), seen = query + (all - u32(queries)) + 1;
+        return is_causal && seen < all ? seen : all;
     }
 
     // The first query that sees a key.
@@ -65,8 +101,14 @@ struct AttentionArguments {
         return is_causal && key > offset ? key - offset : 0;
     }
 
+    // The first query for which a key has left the window.
+    __device__ __forceinline__ u64 end_query(u64 key) const {
+        return window ? smaller(first_query(key) + window, queries) : queries;
+    }
+#endif
+
     // True if some queries do not see the first key.
-    __device__ __forceinline__ bool is_cut() const { return starts || window || chunk; }
+    __device__ __forceinline__ bool is_cut() const { return starts || window || chunk_size; }
 
     // The first key that a query sees.
     __device__ __forceinline__ u64 first_key(u64 batch, u64 query) const {
@@ -76,7 +118,7 @@ struct AttentionArguments {
     // The first key that a query sees whose keys begin at `start`, and which sees keys before `seen`.
     __device__ __forceinline__ u64 first_key_from(u64 start, u64 seen) const {
         const u64 last = seen > 0 ? seen - 1 : 0, begin = smaller(start, last);
-        const u64 in_chunk = chunk ? last - u32(last - begin) % u32(chunk) : begin;
+        const u64 in_chunk = chunk_size ? last - u32(last - begin) % u32(chunk_size) : begin;
         const u64 in_window = window && seen > window ? seen - window : 0;
         return in_chunk > in_window ? in_chunk : in_window;
     }
@@ -91,11 +133,6 @@ struct AttentionArguments {
             if (first + row < queries) least = fminf(least, f32(first_key(batch, first + row)));
         }
         return u64(-fold_lanes<Max>(-least, 32));
-    }
-
-    // The first query for which a key has left the window.
-    __device__ __forceinline__ u64 end_query(u64 key) const {
-        return window ? smaller(first_query(key) + window, queries) : queries;
     }
 
     // The share of one of LANES lanes in the sum of out·d_out of a query; 0 if the query does not exist. Heads have at most

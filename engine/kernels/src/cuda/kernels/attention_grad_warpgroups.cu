@@ -98,9 +98,9 @@ __device__ void attention_wg_grad_q(const AttentionArguments& to) {
         wait_for_products<1>(p.at[0]);
         if (to.cap > 0.0f) p.visit([&](f32& p, u32, u32) { p = to.score(p); });
         p.visit([&](f32& p, u32 half, u32) { p = exp2_of(p * scale - lse[half]); });
-        if (at + TILE > seen_by(to, own)) {
+        if (at + TILE > to.seen_by(own)) {
             u32 seen[2];
-            for (u32 half = 0; half < 2; ++half) seen[half] = seen_by(to, own + p.row_of(half));
+            for (u32 half = 0; half < 2; ++half) seen[half] = to.seen_by(own + p.row_of(half));
             p.visit([&](f32& p, u32 half, u32 column) { p = at + column < seen[half] ? p : 0.0f; });
         }
         if (to.is_cut()) {
@@ -221,7 +221,7 @@ __device__ void attention_wg_grad_kv(const AttentionArguments& to) {
             wait_for_products<1>(p.at[0]);
             if (to.cap > 0.0f) p.visit([&](f32& p, u32, u32) { p = to.score(p); });
             p.visit_with(lse, [&](f32& p, u32, f32 lse) { p = exp2_of(p * scale - lse); });
-            if (seen_by(to, at) < own + BAND) {
+            if (to.seen_by(at) < own + BAND) {
                 u32 hidden[2];
                 for (u32 half = 0; half < 2; ++half) hidden[half] = u32(to.first_query(own + p.row_of(half)));
                 p.visit([&](f32& p, u32 half, u32 query) { p = at + query >= hidden[half] ? p : 0.0f; });

@@ -70,7 +70,7 @@ __device__ void attention_tc(const AttentionArguments& to) {
             if (to.cap > 0.0f) scores.visit([&](f32& score, u32, u32) { score = to.score(score); });
             if (start + TILE > to.visible(own)) {
                 u32 seen[HALVES];
-                for (u32 half = 0; half < HALVES; ++half) seen[half] = seen_by(to, u32(own) + scores.row_of(half));
+                for (u32 half = 0; half < HALVES; ++half) seen[half] = to.seen_by(u32(own) + scores.row_of(half));
                 scores.visit([&](f32& score, u32 half, u32 column) {
                     score = u32(start) + column < seen[half] ? score : minus_infinity();
                 });
@@ -214,7 +214,7 @@ __device__ void attention_tc_grad_of(const AttentionArguments& to) {
             const u64 head = kv_head * group + turn / turns;
             const u32 start = (skipped + turn % turns) * TILE;
             const u32 queries = u32(to.queries), last = (start + TILE < queries ? start + TILE : queries) - 1;
-            if (seen_by(to, last) <= own) return;
+            if (to.seen_by(last) <= own) return;
             if (to.first_key_of<TILE>(batch, start) >= own + WARP_ROWS) return;
             const u64 statistics = (batch * to.heads + head) * to.queries + start;
             const u32 there = last - start + 1;
@@ -224,7 +224,7 @@ __device__ void attention_tc_grad_of(const AttentionArguments& to) {
             p.set_to_products(k, warp_row, passing.first(turn));
             if (to.cap > 0.0f) p.visit([&](f32& p, u32, u32) { p = to.score(p); });
             p.visit([&](f32& p, u32, u32 query) { p = exp2_of(p * scale - LOG2_E * lse[query / 8 * 2 + query % 2]); });
-            if (seen_by(to, start) < own + WARP_ROWS) {
+            if (to.seen_by(start) < own + WARP_ROWS) {
                 // The first query that sees each key of this lane.
                 u32 hidden[HALVES];
                 for (u32 half = 0; half < HALVES; ++half) hidden[half] = u32(to.first_query(own + p.row_of(half)));

@@ -190,13 +190,6 @@ __device__ __forceinline__ u32 hidden_from(const AttentionArguments& to, u64 bat
     return query < to.queries ? u32(to.first_key(batch, query)) : 0;
 }
 
-// Returns the number of keys from the first one on that a query sees. Needs fewer registers than seen_from, because a
-// sequence has fewer than 2^32 tokens.
-__device__ __forceinline__ u32 seen_by(const AttentionArguments& to, u32 query) {
-    const u32 keys = u32(to.keys), seen = query + (keys - u32(to.queries)) + 1;
-    return to.is_causal && seen < keys ? seen : keys;
-}
-
 // Returns the factor that turns capped scores, or products if there is no cap, into exponents of two.
 __device__ __forceinline__ f32 exponent_scale(const AttentionArguments& to) {
     return (to.cap > 0.0f ? 1.0f : to.scale) * LOG2_E;

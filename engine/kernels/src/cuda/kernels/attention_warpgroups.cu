@@ -84,9 +84,9 @@ __device__ void attention_wg(const AttentionArguments& to) {
     for (u32 turn = 0; turn < seen_turns; ++turn) {
         const u32 at = (skipped + turn) * TILE;
         if (to.cap > 0.0f) scores.visit([&](f32& score, u32, u32) { score = to.score(score); });
-        if (at + TILE > seen_by(to, own)) {
+        if (at + TILE > to.seen_by(own)) {
             u32 seen[2];
-            for (u32 half = 0; half < 2; ++half) seen[half] = seen_by(to, own + scores.row_of(half));
+            for (u32 half = 0; half < 2; ++half) seen[half] = to.seen_by(own + scores.row_of(half));
             scores.visit([&](f32& score, u32 half, u32 column) {
                 score = at + column < seen[half] ? score : minus_infinity();
             });
@@ -160,6 +160,11 @@ __device__ void attention_wg(const AttentionArguments& to) {
     BOUNDED_KERNEL(attention_wg_##SIZE, AttentionArguments, WARPGROUPS * WARPGROUP_THREADS, BLOCKS) {        \
         attention_wg<SIZE, WARPGROUPS, TILE, HOLDS_QUERIES>(arguments);                                      \
     }
+#ifdef FOLDED
+// The places of queries take the registers.
+FORWARD(64, 2, 64, false, 2)
+#else
 FORWARD(64, 2, 64, true, 2)
+#endif
 FORWARD(128, 2, 128, false, 1)
 FORWARD(256, 2, 64, false, 1)

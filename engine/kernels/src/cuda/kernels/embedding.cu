@@ -27,3 +27,5 @@ __device__ void embedding(const EmbeddingArguments& to) {
     });
 }
 KERNELS(embedding, EmbeddingArguments)
+KERNEL(embedding_u8, EmbeddingArguments) { embedding<u8>(arguments); }
+KERNEL(embedding_u32, EmbeddingArguments) { embedding<u32>(arguments); }

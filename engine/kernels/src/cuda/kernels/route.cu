@@ -136,6 +136,8 @@ struct RouteArguments {
     // The capacity of an expert and sequence, indexed by how many of the sequence's tokens are not padding. Null if
     // the capacity is fixed.
     const u32* limits;
+    // Places in another routing: a slot without one gets no row. Null if all slots may have rows.
+    const u32* kept;
     // If `weights` is given, a flag per slot that says whether the slot is kept.
     u32* stays;
     u32* places;
@@ -152,9 +154,10 @@ struct RouteArguments {
     // Maximum number of rows of an expert and sequence.
     u64 capacity;
 
-    // Returns the expert of a slot, or NONE for padding.
+    // Returns the expert of a slot, or NONE if the slot gets no row.
     __device__ __forceinline__ u32 expert(u64 slot) const {
         if (routed && !(routed[slot / k] > 0.0f)) return NONE;
+        if (kept && kept[slot] == NONE) return NONE;
         return ids ? ids[slot] : u32(slot % experts);
     }
 

@@ -3,8 +3,11 @@
 use candle_core::{DType, Layout};
 
 use super::{Features, Kernel, Launch, MULTIPROCESSORS, Operand, Operands, launches, pack};
-use crate::Spec;
-use crate::cuda::Family::{self, Attention, AttentionGradWarpgroups, AttentionTensorCores, AttentionWarpgroups};
+use crate::cuda::Family::{
+    self, Attention, AttentionFolded, AttentionGradWarpgroups, AttentionGradWarpgroupsFolded, AttentionTensorCores,
+    AttentionTensorCoresFolded, AttentionWarpgroups, AttentionWarpgroupsFolded,
+};
+use crate::{Fold, Spec};
 
 #[derive(Debug, Clone, Copy, Default)]
 #[repr(C)]
@@ -42,11 +45,15 @@ pub(super) struct AttentionArguments {
     pub(super) at_dv: HeadStrides,
     pub(super) starts: u64,
     pub(super) window: u64,
-    pub(super) chunk: u64,
+    pub(super) chunk_size: u64,
     pub(super) scale: f32,
     pub(super) cap: f32,
     pub(super) is_causal: u32,
     pub(super) is_by_size: u32,
+    pub(super) chunk: u32,
+    pub(super) near: u32,
+    pub(super) far: u32,
+    pub(super) round: u32,
 }
 
 /// The settings that turn products of queries and keys into scores.
@@ -62,6 +69,8 @@ pub struct Scores {
     pub window: Option<usize>,
     /// The number of keys of a chunk, of which a query of causal attention sees its own; `None` if it sees all earlier keys.
     pub chunk: Option<usize>,
+    /// The tokens of the keys' sequence that the queries of causal attention are; `None` if they are its last tokens.
+    pub places: Option<Fold>,
 }
 
 /// Threads per block, and per warpgroup: `ATTENTION_THREADS` of attention.cuh, `WARPGROUP_THREADS` of warpgroup.cuh.
@@ -225,6 +234,8 @@ impl AttentionArguments {
     pub(super) fn new(of: Scores, [q, k, v]: [&Operand; 3], starts: Option<&Operand>) -> Option<Self> {
         let (&[_, heads, queries, head_size], &[_, kv_heads, keys, _]) = (q.dims(), k.dims()) else { return None };
         let &[_, _, _, value_size] = v.dims() else { return None };
+        let chunks = |of: Fold| [of.chunk(), of.place(0), of.place(of.chunk()), of.round()].map(|tokens| tokens as u32);
+        let [chunk, near, far, round] = of.places.map_or([0; 4], chunks);
         let [heads, queries, head_size, kv_heads, keys, value_size] =
             [heads, queries, head_size, kv_heads, keys, value_size].map(|extent| extent as u64);
         Some(Self {
@@ -253,11 +264,15 @@ impl AttentionArguments {
             at_dv: HeadStrides::default(),
             starts: starts.map_or(0, |starts| starts.address),
             window: of.window.unwrap_or(0) as u64,
-            chunk: of.chunk.map_or(0, |chunk| chunk.min(1 << 31) as u64),
+            chunk_size: of.chunk.map_or(0, |chunk| chunk.min(1 << 31) as u64),
             scale: of.scale,
             cap: of.cap,
             is_causal: u32::from(of.is_causal),
             is_by_size: 0,
+            chunk,
+            near,
+            far,
+            round,
         })
     }
 
@@ -286,7 +301,7 @@ impl AttentionArguments {
             (false, _) => [blocks, heads, batch],
         };
         Some(Kernel {
-            family: form.family,
+            family: if self.chunk > 0 { folded(form.family) } else { form.family },
             shared_bytes: form.shared_bytes as u32,
             tickets: 0,
             name: form.name,
@@ -301,6 +316,17 @@ impl AttentionArguments {
     /// different tensors, which counts for the kernels of dk and dv if there are many blocks.
     fn is_by_size(&self, part: Part, blocks: u64) -> bool {
         matches!(part, Part::Forward | Part::GradQ) || self.widest() <= 64 && blocks < 8 * MULTIPROCESSORS
+    }
+}
+
+/// Returns the family with the same kernels for a rank's chunks of a sequence.
+fn folded(family: Family) -> Family {
+    match family {
+        Attention => AttentionFolded,
+        AttentionTensorCores => AttentionTensorCoresFolded,
+        AttentionWarpgroups => AttentionWarpgroupsFolded,
+        AttentionGradWarpgroups => AttentionGradWarpgroupsFolded,
+        other => other,
     }
 }
 

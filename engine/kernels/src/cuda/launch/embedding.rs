@@ -1,5 +1,7 @@
 //! Launches of embedding.cu and embedding_grad.cu.
 
+use candle_core::DType;
+
 use super::copy::fill;
 use super::reduce::{PieceRows, Pieces};
 use super::{Kernel, Launch, Operand, Operands, blocks, launches, typed, typed_to};
@@ -57,7 +59,12 @@ pub fn embedding(first: u32, operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let ([table, ids], [out]) = (operands.inputs, operands.outputs) else { return None };
     let (width, rows) = (table.width(), row_count(table)?);
     let arguments = EmbeddingArguments { table: table.address, ids: ids.address, out: out.address, width, first, rows };
-    launches([Kernel::rows(Embedding, typed("embedding", table.dtype)?, ids.count(), table.packs(), arguments)])
+    let name = match table.dtype {
+        DType::U8 => "embedding_u8".into(),
+        DType::U32 => "embedding_u32".into(),
+        other => typed("embedding", other)?,
+    };
+    launches([Kernel::rows(Embedding, name, ids.count(), table.packs(), arguments)])
 }
 
 /// The number of rows of a table [rows, width], which is below `u32::MAX` as all ids are.

@@ -39,6 +39,7 @@ struct RouteArguments {
     weights: u64,
     routed: u64,
     limits: u64,
+    kept: u64,
     stays: u64,
     places: u64,
     slots: u64,
@@ -198,8 +199,8 @@ pub struct Routing {
     pub experts: usize,
     /// Number of sequences.
     pub sequences: usize,
-    /// True if input 0 contains the ids of the chosen experts; false if experts choose tokens.
-    pub has_ids: bool,
+    /// Index of the input with the ids of the chosen experts; `None` if experts choose tokens.
+    pub ids: Option<usize>,
     /// Index of the input with router weights; `None` unless the rows with the least weight are dropped first.
     pub weights: Option<usize>,
     /// Index of the input with the weight of each token; `None` if all tokens count.
@@ -207,25 +208,26 @@ pub struct Routing {
     /// Index of the input with the capacity of an expert and sequence, for each number of tokens that count; `None`
     /// if the capacity is fixed.
     pub limits: Option<usize>,
+    /// Index of the input with the places of another routing, in which slots without rows get none; `None` if all slots
+    /// may have rows.
+    pub kept: Option<usize>,
     /// The capacity, which is the maximum number of rows per expert and sequence.
     pub capacity: Option<usize>,
 }
 
-/// Computes (places, slots, starts). The workspace holds one flag per slot.
+/// Computes (places, slots, starts). With weights, the workspace holds one flag per slot.
 pub fn route(routing: Routing, operands: &Operands<'_>) -> Option<Vec<Launch>> {
-    let ([first, ..], [places, slots, starts], &[stays]) = (operands.inputs, operands.outputs, operands.workspace)
-    else {
-        return None;
-    };
-    let Routing { experts, sequences, has_ids, weights, routed, limits, capacity } = routing;
+    let [places, slots, starts] = operands.outputs else { return None };
+    let Routing { experts, sequences, ids, weights, routed, limits, kept, capacity } = routing;
     let address = |input: Option<usize>| input.map_or(0, |input| operands.inputs[input].address);
     let (runs, count) = ((experts * sequences) as u64, places.count());
     let arguments = RouteArguments {
-        ids: if has_ids { first.address } else { 0 },
+        ids: address(ids),
         weights: address(weights),
         routed: address(routed),
         limits: address(limits),
-        stays,
+        kept: address(kept),
+        stays: operands.workspace.first().copied().unwrap_or(0),
         places: places.address,
         slots: slots.address,
         starts: starts.address,
@@ -238,7 +240,7 @@ pub fn route(routing: Routing, operands: &Operands<'_>) -> Option<Vec<Launch>> {
     };
     let clear = typed("route_clear", weights.map_or(DType::F32, |weights| operands.inputs[weights].dtype))?;
     launches([
-        Kernel::flat(Route, clear, count, arguments),
+        Kernel::flat(Route, clear, count.max(slots.count()), arguments),
         Kernel::flat(Route, "route_count".into(), 32 * runs, arguments),
         starts_of(starts, starts, runs),
         Kernel::flat(Route, "route_place".into(), 32 * runs, arguments),

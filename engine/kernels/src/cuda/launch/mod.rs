@@ -18,6 +18,7 @@ mod gather;
 mod grouped;
 mod norm;
 mod product;
+mod quantized;
 mod reduce;
 mod rope;
 mod softmax;
@@ -48,6 +49,7 @@ pub use product::{
     Batch, Epilogue, Matrix, Product, is_matrix, leading_sums_workspace, linear, linear_grad_input, linear_grad_weight,
     matmul, product_workspace, scratch_in,
 };
+pub use quantized::{QuantizedMatrix, weight_squares};
 pub use reduce::{column_sums_workspace, scaled_sum, sum};
 pub use rope::{RopeFrequencies, rope};
 pub use softmax::{

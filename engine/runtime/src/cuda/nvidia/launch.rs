@@ -11,6 +11,7 @@ use cudarc::driver::result;
 use gapless_kernels::cuda::launch::{Kernel, Launch, Product};
 
 use super::Nvidia;
+use crate::cuda::context::exclusive;
 use crate::cuda::cublaslt::Algorithm;
 use crate::cuda::device::{Describe, DeviceError};
 use crate::cuda::function::Function;
@@ -39,6 +40,7 @@ impl Nvidia {
                 let architecture = self.architecture.of_family(kernel.family);
                 let architecture = architecture.expect("launches are those of the device's features");
                 let code = self.cache.load(self.nvrtc, kernel.family, architecture)?;
+                let _exclusive = exclusive();
                 // SAFETY: the code is a complete CUBIN, whose header contains its length.
                 let module = unsafe { result::module::load_data(code.as_ptr().cast()) };
                 let module = module.named(&self.name, &format!("loading {}", kernel.family.file()))?;
@@ -47,6 +49,7 @@ impl Nvidia {
             }
         };
         let symbol = CString::new(kernel.name.as_str()).expect("names of kernels are words");
+        let _exclusive = exclusive();
         // SAFETY: the module stays loaded until this device is dropped.
         let function = unsafe { result::module::get_function(module, symbol) };
         let function = function.named(&self.name, &format!("finding {}", kernel.name))?;

@@ -17,7 +17,7 @@ use gapless_communicator::{self as communicator, Communicator, CommunicatorError
 use gapless_kernels::cuda::Family;
 use gapless_kernels::cuda::launch::{Features, Launch};
 
-use super::context::Context;
+use super::context::{Context, exclusive};
 use super::copies::Copies;
 use super::cublaslt::CublasLt;
 use super::device::{Describe, Device, DeviceError, DeviceMemory, Recording, time_from_here};
@@ -185,6 +185,7 @@ impl Nvidia {
     pub fn mapped_host_memory(&self, bytes: usize) -> Result<u64, DeviceError> {
         self.enter()?;
         let (mut address, flags) = (0, sys::CU_MEMHOSTALLOC_PORTABLE | sys::CU_MEMHOSTALLOC_DEVICEMAP);
+        let _exclusive = exclusive();
         // SAFETY: the context is current; the result outlives the call.
         let found = unsafe {
             let memory = result::malloc_host(bytes.max(1), flags).named(&self.name, "cuMemHostAlloc")?;
@@ -201,6 +202,7 @@ impl Nvidia {
     #[doc(hidden)]
     pub fn free_host_memory(&self, address: u64) {
         let memory = std::ptr::with_exposed_provenance_mut(address as usize);
+        let _exclusive = exclusive();
         // SAFETY: the caller no longer uses the memory.
         let _ = self.enter().map(|()| unsafe { result::free_host(memory) });
     }
@@ -330,6 +332,7 @@ impl Device for Nvidia {
         let (instead, chosen) = self.prepare(&launches, describe)?;
         self.try_out(&chosen, describe)?;
         let prepared = self.in_use()?;
+        let exclusive = exclusive();
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
         // SAFETY: the stream belongs to this device and is not capturing.
         unsafe { result::stream::begin_capture(self.stream.handle(), mode) }
@@ -356,6 +359,7 @@ impl Device for Nvidia {
         //
         // SAFETY: the graph and the stream are valid.
         unsafe { result::graph::upload(ready, self.stream.handle()) }.named(&self.name, "cuGraphUpload")?;
+        drop(exclusive);
         let after = self.in_use()?;
         for (what, bytes) in [("kernels", prepared.saturating_sub(before)), ("graphs", after.saturating_sub(prepared))]
         {
@@ -369,8 +373,12 @@ impl Device for Nvidia {
 
     fn run(&mut self, launches: &[Launch], describe: Describe<'_>) -> Result<(), DeviceError> {
         self.enter()?;
-        let (instead, _) = self.prepare(launches, describe)?;
-        let started = self.start_all(launches, &instead, describe);
+        let (instead, chosen) = self.prepare(launches, describe)?;
+        let started = {
+            // The first product by an algorithm loads its code.
+            let _exclusive = (!chosen.is_empty()).then(exclusive);
+            self.start_all(launches, &instead, describe)
+        };
         let waited = self.stream.synchronize().map_err(|error| error.during(&describe(0)));
         if started.is_err() {
             // Copies that the main stream does not wait for must not go on in memory that the caller uses.
@@ -388,9 +396,10 @@ impl Device for Nvidia {
         self.enter()?;
         let single = |index: usize| std::slice::from_ref(launches[index]);
         let prepared = (0..launches.len()).map(|index| self.prepare(single(index), &|_| describe(index)));
-        let instead = prepared.map(|prepared| prepared.map(|(instead, _)| instead)).collect::<Result<Vec<_>, _>>()?;
+        let prepared = prepared.collect::<Result<Vec<_>, _>>()?;
+        let _exclusive = prepared.iter().any(|(_, chosen)| !chosen.is_empty()).then(exclusive);
         let mut events = vec![self.mark()?];
-        for (index, instead) in instead.iter().enumerate() {
+        for (index, (instead, _)) in prepared.iter().enumerate() {
             self.start_all(single(index), instead, &|_| describe(index))?;
             events.push(self.mark()?);
         }
@@ -472,6 +481,7 @@ impl Drop for Nvidia {
         let _ = self.enter().and_then(|()| self.stream.synchronize());
         // Dropping this waits for copies that the stream has not waited for, as after an error. They use the memory.
         self.copies = None;
+        let _exclusive = exclusive();
         // SAFETY: no work is running, and this struct is the handles' only owner.
         unsafe {
             for graph in self.graphs.drain(..) {

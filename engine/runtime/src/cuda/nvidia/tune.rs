@@ -13,6 +13,7 @@ use gapless_kernels::cuda::launch::Product;
 
 use super::Nvidia;
 use super::launch::Tried;
+use crate::cuda::context::exclusive;
 use crate::cuda::cublaslt::CublasLt;
 use crate::cuda::device::{Describe, DeviceError};
 use crate::cuda::event;
@@ -32,6 +33,7 @@ impl Nvidia {
         if chosen.is_empty() {
             return Ok(());
         }
+        let _exclusive = exclusive();
         let is_off = std::env::var(VARIABLE).is_ok_and(|value| value == "off");
         let device = [self.card.clone(), self.driver.to_string(), self.products.version().to_string()];
         let known = if is_off { BTreeMap::new() } else { self.cache.choices(&device) };

@@ -12,7 +12,7 @@ use crate::communicator::{Communicator, on_threads};
 use crate::cuda::{Cache, Device, Nvidia};
 use crate::nn::RouterConfig;
 use crate::tests::cuda::mixture::Mixture;
-use crate::tests::cuda::ranks::{Wide, compare, compare_in_bf16, mesh, quick};
+use crate::tests::cuda::ranks::{Wide, compare, compare_divided, compare_in_bf16, mesh, quick};
 use crate::tests::cuda::small::{Small, Style};
 use crate::tests::cuda::trainer::step;
 use crate::{MemoryOptions, Overflow, StepOptions, TrainError, TrainOptions, Trainer};
@@ -58,6 +58,19 @@ fn ranks_exchange_by_nccl() {
         };
         let others: [&dyn Fn(); 2] = [&experts, &|| compare_in_bf16(own)];
         few(&others, 0).iter().for_each(|compare| compare());
+        let calls = double.calls();
+        for name in ["ncclSend", "ncclRecv", "ncclAllReduce", "ncclReduceScatter", "ncclAllGather"] {
+            assert!(calls.iter().any(|(call, _)| call == name), "{name} is not called: {calls:?}");
+        }
+    });
+}
+
+/// Tensor, context and folded ranks compute the same on devices as on CPUs.
+#[test]
+fn divided_ranks_exchange_by_nccl() {
+    judge(module_path!(), "divided_ranks_exchange_by_nccl", |double| {
+        double.set("DEVICES", 4);
+        compare_divided(own);
         let calls = double.calls();
         for name in ["ncclSend", "ncclRecv", "ncclAllReduce", "ncclReduceScatter", "ncclAllGather"] {
             assert!(calls.iter().any(|(call, _)| call == name), "{name} is not called: {calls:?}");

@@ -96,6 +96,10 @@ static T __shfl_xor_sync(unsigned, T x, unsigned distance) {
     return __shfl_sync(0, x, threadIdx.x ^ distance);
 }
 
+// Sums and products that a compiler for the device does not contract.
+static inline float __fadd_rn(float a, float b) { return a + b; }
+static inline float __fmul_rn(float a, float b) { return a * b; }
+
 static inline int __popc(unsigned x) { return __builtin_popcount(x); }
 
 static inline unsigned __float_as_uint(float x) {

@@ -80,6 +80,10 @@ int Call::judge(unsigned needs) {
             stream->is_invalidated = true;
             return breaks(CAPTURE_UNSUPPORTED, "while a stream captures");
         }
+        if ((needs & WAITS) != 0 && (context == nullptr || stream->context == context)) {
+            stream->is_invalidated = true;
+            return breaks(CAPTURE_UNSUPPORTED, "may wait for a context in which a stream captures");
+        }
         if ((needs & LEGACY) != 0 && stream->is_blocking && stream->context == context) {
             stream->is_invalidated = true;
             return breaks(CAPTURE_IMPLICIT, "goes over the legacy default stream while a blocking stream captures");
@@ -89,7 +93,7 @@ int Call::judge(unsigned needs) {
 }
 
 EXPORTED int double_enter(const char* name, int is_unsafe_in_capture) {
-    return Call(name, COUNTED | CONTEXT | (is_unsafe_in_capture ? SAFE : NOTHING)).refused;
+    return Call(name, COUNTED | CONTEXT | (is_unsafe_in_capture ? SAFE | WAITS : NOTHING)).refused;
 }
 
 uint64_t total_bytes() { return double_setting("MEMORY", 64ull << 30); }

@@ -231,7 +231,7 @@ static bool is_whole(const Reservation& reservation, uint64_t address, uint64_t 
 }
 
 EXPORTED int cuMemUnmap(uint64_t address, uint64_t bytes) {
-    const Call call("cuMemUnmap", INITIALIZED | SAFE);
+    const Call call("cuMemUnmap", INITIALIZED | SAFE | WAITS);
     if (call.refused) return call.refused;
     Reservation* const reservation = reservation_of(address, bytes);
     if (reservation == nullptr) return call.breaks(INVALID_VALUE, "%#llx is not reserved", (unsigned long long)address);
@@ -269,7 +269,7 @@ EXPORTED int cuMemSetAccess(uint64_t address, uint64_t bytes, const Access* acce
 
 // Allocates memory at an address that the driver chooses.
 EXPORTED int cuMemAlloc_v2(uint64_t* address, uint64_t bytes) {
-    const Call call("cuMemAlloc", CONTEXT | SAFE);
+    const Call call("cuMemAlloc", CONTEXT | SAFE | WAITS);
     if (call.refused) return call.refused;
     if (address == nullptr || bytes == 0) return call.breaks(INVALID_VALUE, "0 bytes");
     const Properties properties = {PINNED, 0, {ON_DEVICE, call.context->device}, nullptr, 0, 0, 0, {}};
@@ -284,7 +284,7 @@ EXPORTED int cuMemAlloc_v2(uint64_t* address, uint64_t bytes) {
 }
 
 EXPORTED int cuMemFree_v2(uint64_t address) {
-    const Call call("cuMemFree", CONTEXT | SAFE);
+    const Call call("cuMemFree", CONTEXT | SAFE | WAITS);
     if (call.refused) return call.refused;
     const auto found = reservations().find(address);
     if (found == reservations().end()) return call.breaks(INVALID_VALUE, "%#llx was not allocated", (unsigned long long)address);
@@ -315,7 +315,7 @@ EXPORTED int cuPointerGetAttribute(void* value, int attribute, uint64_t address)
 
 // Allocates pinned host memory. Host and device share one address space, so a device uses the same address for it.
 EXPORTED int cuMemHostAlloc(void** memory, uint64_t bytes, unsigned flags) {
-    const Call call("cuMemHostAlloc", CONTEXT | SAFE);
+    const Call call("cuMemHostAlloc", CONTEXT | SAFE | WAITS);
     if (call.refused) return call.refused;
     if (memory == nullptr || bytes == 0) return call.breaks(INVALID_VALUE, "0 bytes");
     if ((flags & ~(PORTABLE | DEVICEMAP)) != 0) return call.breaks(INVALID_VALUE, "flags %u", flags);
@@ -338,7 +338,7 @@ EXPORTED int cuMemHostGetDevicePointer_v2(uint64_t* address, void* memory, unsig
 }
 
 EXPORTED int cuMemFreeHost(void* memory) {
-    const Call call("cuMemFreeHost", CONTEXT | SAFE);
+    const Call call("cuMemFreeHost", CONTEXT | SAFE | WAITS);
     if (call.refused) return call.refused;
     const auto found = of_host().find((uint64_t)memory);
     if (found == of_host().end()) return call.breaks(INVALID_VALUE, "%p was not allocated, or is free", memory);

@@ -25,7 +25,7 @@ static constexpr uint64_t PARAMETER_BYTES = 4096;
 static constexpr uint64_t MODULE_BYTES = 256 << 10, FUNCTION_BYTES = 64 << 10;
 
 EXPORTED int cuModuleLoadData(void** module, const void* image) {
-    const Call call("cuModuleLoadData", CONTEXT | SAFE);
+    const Call call("cuModuleLoadData", CONTEXT | SAFE | WAITS);
     if (call.refused) return call.refused;
     if (module == nullptr || image == nullptr) return call.breaks(INVALID_VALUE, "no image");
     const Binary* const binary = (const Binary*)image;
@@ -57,7 +57,7 @@ EXPORTED int cuModuleLoadData(void** module, const void* image) {
 }
 
 EXPORTED int cuModuleUnload(void* handle) {
-    const Call call("cuModuleUnload", CONTEXT | SAFE);
+    const Call call("cuModuleUnload", CONTEXT | SAFE | WAITS);
     if (call.refused) return call.refused;
     const Module* const module = state().modules.find(call, handle);
     if (module == nullptr) return INVALID_VALUE;
@@ -94,7 +94,7 @@ static int load(Function& function) {
 }
 
 EXPORTED int cuFuncLoad(void* handle) {
-    const Call call("cuFuncLoad", CONTEXT | SAFE);
+    const Call call("cuFuncLoad", CONTEXT | SAFE | WAITS);
     if (call.refused) return call.refused;
     if (double_setting("VERSION", 13000) < FIRST_WITH_LOAD) return call.breaks(NOT_FOUND, "not in this version of the driver");
     Function* const function = state().functions.find(call, handle);

@@ -22,6 +22,9 @@ enum Needs : unsigned {
     LEGACY = 8,
     // Another library has already counted the call.
     COUNTED = 16,
+    // The call may wait for the whole context, as when it loads code or releases memory. It is forbidden to all threads
+    // while a stream of the context captures.
+    WAITS = 32,
 };
 
 struct Context {

@@ -74,7 +74,7 @@ int finish(Call& call, Stream& stream) {
 }
 
 EXPORTED int cuCtxSynchronize() {
-    Call call("cuCtxSynchronize", CONTEXT | SAFE);
+    Call call("cuCtxSynchronize", CONTEXT | SAFE | WAITS);
     if (call.refused) return call.refused;
     std::vector<Stream*> streams;
     for (auto& [handle, stream] : state().streams.all) {
