@@ -192,6 +192,8 @@ fn chunks_see_the_keys_up_to_their_places() {
     // (tokens, (ranks, rank), rounds, head size, window, whether there are documents)
     let cases = [
         (48, (2, 1), 3, 8, None, false),
+        // No query sees the keys of some blocks.
+        (512, (4, 0), 1, 16, Some(33), true),
         (320, (2, 0), 1, 64, None, true),
         (192, (4, 2), 2, 80, Some(50), false),
         (12, (3, 2), 1, 16, None, true),

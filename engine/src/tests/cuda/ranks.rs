@@ -250,12 +250,11 @@ pub fn compare_divided(device: impl Fn(usize) -> Box<dyn Device> + Sync) {
     const TOKENS: usize = 8;
     let one = Mesh::default();
     let [tensor, context] = [Mesh { tensor: 2, ..one }, Mesh { context: 2, ..one }];
-    let both = Mesh { tensor: 2, ..context };
     let options = |mesh, sequence_parallel| TrainOptions {
         step: StepOptions { mesh, sequence_parallel, sequence: TOKENS, ..quick().step },
         ..quick()
     };
-    let dense = [(tensor, false), (context, false), (tensor, true), (both, true)];
+    let dense = [(tensor, false), (context, false), (tensor, true), (Mesh { data: 2, ..context }, false)];
     for (turn, style) in [Style::Gpt, Style::Llama].into_iter().enumerate() {
         for &(mesh, sequence_parallel) in in_turn(&dense, turn) {
             let what = format!("{style:?} on {mesh:?}, sequence parallel: {sequence_parallel}");
@@ -268,7 +267,7 @@ pub fn compare_divided(device: impl Fn(usize) -> Box<dyn Device> + Sync) {
         (Mesh { data: 2, fold, ..tensor }, true),
         (context, false),
         (Mesh { fold: Axes::TENSOR, ..tensor }, false),
-        (Mesh { fold: Axes::CONTEXT, ..both }, true),
+        (Mesh { fold: Axes::CONTEXT, ..context }, false),
     ];
     for (turn, (name, is_shared, config)) in
         mixtures().into_iter().filter(|(.., config)| config.capacity.is_some()).enumerate()

@@ -33,6 +33,8 @@ struct Passing {
             close_copies();
             use(turn);
         }
+        // The block's own rows are copied even if there is no turn.
+        if (turns == 0) wait_for_copies<0>();
     }
 };
 
