@@ -449,7 +449,7 @@ fn data_ranks(root: &Table, ranks: usize) -> Option<Value> {
         .try_fold(1usize, |product, axis| product.checked_mul(extent(axis)?).filter(|&product| product > 0))?;
     let data = Some(ranks / others).filter(|_| ranks.is_multiple_of(others))?;
     let is_this = value_at(root, DATA).is_none() || extent("data") == Some(data);
-    is_this.then(|| Value::Integer(data as i64))
+    is_this.then_some(Value::Integer(data as i64))
 }
 
 /// True if `here` equals `value` or, if `value` is a list, one of the elements of `value`.

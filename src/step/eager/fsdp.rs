@@ -325,7 +325,7 @@ mod tests {
         }
     }
 
-    /// What checkpoints select are the results of every second product (q, v, gate and down) and of attention, with its
+    /// Checkpoints select the results of every second product (q, v, gate and down) and of attention, with its
     /// statistic of each token and head.
     #[test]
     fn checkpoints_keep_selected_results() {
