@@ -5,15 +5,17 @@
 
 use std::collections::HashMap;
 use std::fmt::{self, Write};
-use std::fs::File;
-use std::io::Read;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use clap::Parser;
-use flate2::read::GzDecoder;
 use gapless::run::RunConfig;
 use gapless::step::{EagerBytes, Step};
+
+mod facts;
+mod torchtitan;
+
+use facts::{Columns, text};
 
 #[derive(Parser)]
 #[command(about = "Measured bytes of Megatron-LM's functional tests, and ours")]
@@ -29,7 +31,7 @@ struct Args {
 struct Case {
     name: String,
     /// The line's other columns, and the settings of its note.
-    columns: HashMap<String, String>,
+    columns: Columns,
     allocated: u64,
     peak: u64,
 }
@@ -47,6 +49,13 @@ fn main() -> Result<()> {
             }
             Err(why) => eprintln!("{} is left out: {why:#}", case.name),
         }
+    }
+    println!("\n{}\n\n{}", Errors::new(errors), torchtitan::HEAD);
+    let mut errors = Vec::new();
+    for case in torchtitan::cases(&args.file)? {
+        let bytes = case.bytes()?;
+        println!("{}", case.line(bytes));
+        errors.push(case.error(bytes));
     }
     println!("\n{}", Errors::new(errors));
     Ok(())
@@ -86,15 +95,9 @@ impl fmt::Display for Errors {
 
 /// Reads the dense GPT cases.
 fn cases(path: &Path) -> Result<Vec<Case>> {
-    let file = File::open(path).with_context(|| format!("cannot open {}", path.display()))?;
-    let mut text = String::new();
-    GzDecoder::new(file).read_to_string(&mut text)?;
-    let mut lines = text.lines().map(fields);
-    let head = lines.next().context("the file is empty")?;
     let (mut allocated, mut peaks) = (Vec::new(), HashMap::new());
-    for line in lines {
-        let mut columns: HashMap<String, String> = head.iter().cloned().zip(line).collect();
-        let of = |columns: &HashMap<String, String>, key: &str| columns.get(key).cloned().unwrap_or_default();
+    for mut columns in facts::read(path)? {
+        let of = |columns: &Columns, key: &str| text(columns, key).to_owned();
         let name = of(&columns, "table_or_section");
         if !of(&columns, "source").starts_with("NVIDIA/Megatron-LM") || !name.starts_with("gpt/") {
             continue;
@@ -124,22 +127,9 @@ fn cases(path: &Path) -> Result<Vec<Case>> {
     Ok(cases)
 }
 
-/// Returns the fields of a line of CSV.
-fn fields(line: &str) -> Vec<String> {
-    let (mut fields, mut is_quoted) = (vec![String::new()], false);
-    for letter in line.chars() {
-        match letter {
-            '"' => is_quoted = !is_quoted,
-            ',' if !is_quoted => fields.push(String::new()),
-            letter => fields.last_mut().expect("there is one").push(letter),
-        }
-    }
-    fields
-}
-
 impl Case {
     fn text(&self, key: &str) -> &str {
-        self.columns.get(key).map_or("", String::as_str)
+        text(&self.columns, key)
     }
 
     /// Returns a number, or 1 if the column is empty.
@@ -327,6 +317,6 @@ mod tests {
 
     #[test]
     fn fields_may_be_quoted() {
-        assert_eq!(fields("a,\"b, c\",,d"), ["a", "b, c", "", "d"]);
+        assert_eq!(facts::fields("a,\"b, c\",,d"), ["a", "b, c", "", "d"]);
     }
 }

@@ -48,12 +48,14 @@ mod train;
 mod trained;
 
 pub use config::{
-    CheckpointConfig, ConfigError, DataConfig, EstimateConfig, EvaluationConfig, ExpertLoad, GroupConfig, Lowering,
-    MegatronConfig, ModelConfig, NAMES, OptimizerConfig, PRESETS, RateConfig, RateShape, RecordedLoad, Rule, RunConfig,
-    SampleConfig, SourceConfig,
+    CheckpointConfig, ConfigError, DataConfig, EstimateConfig, EvaluationConfig, ExpertLoad, Fsdp2Config, GroupConfig,
+    Lowering, MegatronConfig, ModelConfig, NAMES, OptimizerConfig, PRESETS, RateConfig, RateShape, RecordedLoad, Rule,
+    RunConfig, SampleConfig, SourceConfig,
 };
 #[cfg(feature = "sweep")]
-pub(crate) use config::{assign, flatten, key_of, line_of, refused, set, text_of, value_at, with_nearest};
+pub(crate) use config::{
+    assign, flatten, key_of, line_of, move_former_names, refused, set, text_of, value_at, with_nearest,
+};
 pub use console::{Console, ErrorOutput, OutputLost};
 pub use error::RunError;
 pub use event::{Event, Seconds};

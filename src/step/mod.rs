@@ -26,12 +26,13 @@
 //! ```
 
 mod cards;
-mod choose;
 mod device;
 mod eager;
 mod estimate;
 mod expert_rows;
 mod fits;
+mod largest_batch;
+mod layout;
 mod machine;
 mod origin;
 mod planned;
@@ -41,18 +42,19 @@ mod search;
 mod sketch;
 mod timing;
 
-pub use choose::{LargestBatch, MeshChoice, MeshOption};
 pub use device::{CostModel, DeviceProfile, Reach, UnknownDevice};
 pub use eager::{EagerBytes, EagerError, EagerRun, ExpertRows, StartUp};
 pub use estimate::{Estimate, estimate};
 pub use expert_rows::RoutedRows;
 pub use fits::{Fits, Limit, OverheadSources, Overheads};
+pub use largest_batch::LargestBatch;
+pub use layout::Layout;
 pub use machine::ThisMachine;
 pub use origin::Origin;
 pub use planned::Step;
 #[cfg(feature = "cuda")]
 pub use roofline::{Bound, Roofline, RooflineRow};
-pub use search::{Candidate, Search};
+pub use search::{Candidate, Search, Varied};
 pub use sketch::{Sketch, SketchKey};
 pub use timing::{BusyTime, Timing, TimingError};
 

@@ -10,6 +10,7 @@ use gapless_engine::{DeviceChoice, Precision, StepOptions, TrainError, TrainOpti
 use gapless_models::hf::{Architecture, Config, Pretrained};
 
 use super::device::{DeviceProfile, OLDEST_CAPABILITY};
+use super::eager::Fsdp;
 use super::machine;
 use crate::run::{ConfigError, ExpertLoad, Lowering, MegatronConfig, ModelConfig, Rule, RunConfig};
 
@@ -26,6 +27,8 @@ pub struct Step {
     pub lowering: Lowering,
     /// Settings of [`Lowering::Megatron`].
     pub megatron: MegatronConfig,
+    /// FSDP2 on the step's ranks, for [`Lowering::Fsdp2`].
+    pub(super) fsdp: Option<Fsdp>,
     /// The distribution of tokens over experts, for comparisons with other allocators.
     pub expert_load: ExpertLoad,
     /// The pipeline ranks that the commands report on.
@@ -56,11 +59,17 @@ impl Step {
         };
         let options = run.options();
         let target = options.target();
-        let TrainOptions { step: options, device, threads, .. } = options;
+        let TrainOptions { step: mut options, device, threads, .. } = options;
         options.check_values().map_err(|error| super::refused(error.into()))?;
         check_lowering(run, &architecture)?;
         if run.estimate.lowering == Lowering::Megatron {
             pad_vocabulary(&mut architecture, 128 * options.mesh.tensor);
+        }
+        let fsdp = (run.estimate.lowering == Lowering::Fsdp2).then(|| Fsdp::new(&run.estimate.fsdp2, &options));
+        if fsdp.is_some() {
+            // The graph is that of data ranks. The lowering divides their parameters.
+            options.mesh.data *= options.mesh.shard;
+            options.mesh.shard = 1;
         }
         check_load(&run.estimate.expert_load, &architecture)?;
         // Adapters are f32 in every precision.
@@ -85,6 +94,7 @@ impl Step {
             has_named_device: run.estimate.profile.is_some(),
             lowering: run.estimate.lowering,
             megatron: run.estimate.megatron.clone(),
+            fsdp,
             expert_load: run.estimate.expert_load.clone(),
             title: run.model.title(),
             options,
@@ -225,17 +235,21 @@ fn check_lowering(run: &RunConfig, architecture: &Architecture) -> Result<(), Co
         _ if run.optimizer.name != Rule::AdamW => refuse("optimizer.name", "only adamw is supported"),
         _ if !run.memory.compress.is_empty() => refuse("memory.compress", "is not supported"),
         _ if !run.memory.offload.is_empty() => refuse("memory.offload", "is not supported"),
-        Lowering::Megatron if run.step.precision != Precision::Bf16 => {
-            refuse("step.precision", "megatron requires bf16 with f32 masters")
+        Lowering::Megatron | Lowering::Fsdp2 if run.step.precision != Precision::Bf16 => {
+            refuse("step.precision", "megatron and fsdp2 require bf16 with f32 masters")
         }
-        Lowering::Megatron if matches!(architecture, Architecture::Moe(_)) => {
-            refuse("estimate.lowering", "megatron has no experts")
+        Lowering::Megatron | Lowering::Fsdp2 if matches!(architecture, Architecture::Moe(_)) => {
+            refuse("estimate.lowering", "megatron and fsdp2 have no experts")
         }
+        Lowering::Fsdp2 if !matches!(architecture, Architecture::Llama(_)) => refuse(
+            "estimate.lowering",
+            "fsdp2 has the layers of torchtitan's Llama, and another model is not supported",
+        ),
         Lowering::Megatron if run.estimate.megatron.optimizer_ranks == Some(0) => {
             refuse("estimate.megatron.optimizer_ranks", "is 0, but at least one rank has the states")
         }
         Lowering::Eager | Lowering::EagerAmp if run.mesh.tensor > 1 => {
-            refuse("mesh.tensor", "is supported by megatron alone")
+            refuse("mesh.tensor", "is supported by megatron and fsdp2 alone")
         }
         Lowering::EagerAmp if run.step.precision != Precision::Bf16 => {
             refuse("step.precision", "autocast requires bf16")

@@ -8,7 +8,9 @@ use gapless_allocators::Kind;
 use serde::{Deserialize, Serialize};
 use toml::{Table, Value};
 
-use crate::run::{ConfigError, RunConfig, assign, flatten, key_of, line_of, set, text_of, value_at, with_nearest};
+use crate::run::{
+    ConfigError, RunConfig, assign, flatten, key_of, line_of, move_former_names, set, text_of, value_at, with_nearest,
+};
 use crate::step::{ExpertLoad, Lowering, Step};
 
 /// Maximum number of configurations in one sweep. At this maximum, a sweep takes some hundred megabytes, and some
@@ -57,7 +59,9 @@ pub struct SweepOptions {
     pub capacity: Option<u64>,
     /// Selects the configurations that are planned and replayed, among those that can fit the device.
     pub plan: PlannedConfigurations,
-    /// The number of ranks of each configuration. Combinations whose mesh has another number are left out.
+    /// The number of ranks of each configuration. Combinations whose mesh has another number are left out. If the file sets
+    /// and varies no `mesh.data`, the data ranks are the rest, and combinations whose other axes do not divide the number
+    /// are left out.
     #[serde(skip_serializing)]
     pub ranks: Option<usize>,
     /// A rank is only replayed if its live bytes are at least this fraction of the fullest rank's live bytes.
@@ -214,7 +218,10 @@ impl Sweep {
             };
             return Err(ConfigError::value(key, why, "skip less, or vary more"));
         }
-        let varied = lists.into_iter().map(|(key, _)| key).collect();
+        let is_derived = configurations.iter().any(|configuration| configuration.values.contains_key(DATA_RANKS))
+            && !lists.iter().any(|(name, _)| key_of(name) == DATA);
+        let derived = is_derived.then(|| DATA_RANKS.to_owned());
+        let varied = lists.into_iter().map(|(key, _)| key).chain(derived).collect();
         let title = title(&configurations);
         let names = menus.into_iter().map(|(name, _)| name);
         let menus = std::iter::once("all".to_owned()).chain(names).collect();
@@ -377,6 +384,8 @@ fn configurations(
     lists: &[(String, Vec<Value>)],
     menus: &[(String, Table)],
 ) -> Result<Vec<Configuration>, ConfigError> {
+    let mut base = base.clone();
+    move_former_names(&mut base)?;
     let mut all = Vec::new();
     for number in 0..count(lists) {
         let mut values = Table::new();
@@ -387,6 +396,13 @@ fn configurations(
         }
         let mut root = base.clone();
         values.iter().try_for_each(|(name, value)| put(&mut root, name, value))?;
+        if let Some(ranks) = file.sweep.ranks {
+            let Some(data) = data_ranks(&root, ranks) else { continue };
+            if value_at(&root, DATA).is_none() {
+                put(&mut root, DATA, &data)?;
+                values.insert(DATA_RANKS.to_owned(), data);
+            }
+        }
         let keys = flatten(&root, "");
         let run = RunConfig::of_table(&root)?;
         let resolved = Table::try_from(&run).expect("keys and plain values are TOML");
@@ -395,8 +411,7 @@ fn configurations(
             [&root, &resolved].into_iter().any(|table| is_one_of(value_at(table, key), value))
         };
         let is_met = |condition: &Table| flatten(condition, "").iter().all(has);
-        let has_ranks = file.sweep.ranks.is_none_or(|ranks| run.mesh.ranks().is_ok_and(|all| all == ranks));
-        if has_ranks && !file.skip.iter().any(is_met) {
+        if !file.skip.iter().any(is_met) {
             let step = Step::new(&run).map_err(|error| error.to_string());
             let key = digest(&resolved, &step, file);
             let met = (1..).zip(menus).filter(|(_, (_, condition))| is_met(condition)).map(|(index, _)| index);
@@ -415,6 +430,26 @@ fn configurations(
     let mut ordered: Vec<(usize, Configuration)> = order.into_iter().zip(all).collect();
     ordered.sort_by_key(|(order, _)| *order);
     Ok(ordered.into_iter().map(|(_, configuration)| configuration).collect())
+}
+
+/// The key of data ranks.
+const DATA: &str = "mesh.data";
+/// Its short name.
+const DATA_RANKS: &str = "data_ranks";
+
+/// Returns the data ranks of a mesh of `ranks` ranks: those of the run if it sets them, otherwise as many as its other axes
+/// leave. Returns `None` if there is no such mesh.
+fn data_ranks(root: &Table, ranks: usize) -> Option<Value> {
+    let extent = |axis: &str| match value_at(root, &format!("mesh.{axis}")) {
+        Some(value) => value.as_integer().and_then(|extent| usize::try_from(extent).ok()),
+        None => Some(1),
+    };
+    let others = ["pipeline", "shard", "expert", "context", "tensor"]
+        .into_iter()
+        .try_fold(1usize, |product, axis| product.checked_mul(extent(axis)?).filter(|&product| product > 0))?;
+    let data = Some(ranks / others).filter(|_| ranks.is_multiple_of(others))?;
+    let is_this = value_at(root, DATA).is_none() || extent("data") == Some(data);
+    is_this.then_some(Value::Integer(data as i64))
 }
 
 /// True if `here` equals `value` or, if `value` is a list, one of the elements of `value`.

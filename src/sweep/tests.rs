@@ -551,6 +551,33 @@ fn meshes_of_a_number_of_ranks() {
     assert!(none.contains("sweep.ranks") && none.contains("no mesh has 5 ranks"), "{none}");
 }
 
+/// Every axis of the mesh and every setting of its ranks can vary, and the data ranks are what the other axes leave. Sketches
+/// bound the steps.
+#[test]
+fn all_axes_vary_together() {
+    let text = "[step]\nmodel = \"moe:llama.vocabulary=64,llama.layers=2,llama.heads=2,llama.kv_heads=2,llama.width=32,router.experts=4,router.top_k=2,expert_hidden=32\"\nbatch = 8\n\
+                micro_batches = 2\nsequence = 16\n\
+                [vary]\ntensor_ranks = [1, 2]\ncontext_ranks = [1, 2]\nshard_ranks = [1, 2]\nexpert_ranks = [1, 2]\n\
+                pipeline_ranks = [1, 2]\nzero_stage = [2, 3]\nprefetch = [0, 1]\nreductions = [0, 1]\nfold = [[], [\"tensor\"]]\n\
+                [[skip]]\nshard_ranks = 1\nzero_stage = 2\n[[skip]]\nshard_ranks = 1\nprefetch = 0\n\
+                [[skip]]\nshard_ranks = 1\nreductions = 0\n[[skip]]\ntensor_ranks = 1\nfold = [\"tensor\"]\n\
+                [sweep]\nranks = 4\nallocators = []\n";
+    let sweep = Sweep::parse(text).unwrap();
+    assert_eq!(sweep.varied.last().unwrap(), "data_ranks");
+    let folder = tempfile::tempdir().unwrap();
+    let rows = all(&sweep, folder.path(), 2).rows;
+    let mut seen = HashSet::new();
+    for (configuration, row) in sweep.configurations.iter().zip(&rows) {
+        let options = &configuration.step.as_ref().unwrap().options;
+        assert_eq!(options.mesh.ranks().unwrap(), 4);
+        assert_eq!(configuration.values["data_ranks"].as_integer(), Some(options.mesh.data as i64));
+        let figures = row.figures.as_ref().unwrap_or_else(|| panic!("{row:?}"));
+        assert!(figures.at_least.iter().zip(&figures.live_bytes).all(|(sure, live)| sure <= live), "{row:?}");
+        seen.extend(configuration.values.iter().map(|(key, value)| format!("{key} {value}")));
+    }
+    assert_eq!(seen.len(), 9 * 2 + 3, "{seen:?}");
+}
+
 /// The refusal of a budget names the rank that needs most, which is not the first one here.
 #[test]
 fn a_budget_is_refused_for_the_fullest_rank() {

@@ -183,6 +183,16 @@ const TABLES: &[(&str, &str, Source)] = &[
         "| case | tensor",
         Compared("examples/published_bytes.rs", "states_and_peaks_are_those_of_the_page"),
     ),
+    (
+        "docs/published_bytes.md",
+        "| table | model",
+        Compared("examples/torchtitan.rs", "reserved_bytes_are_those_of_the_page"),
+    ),
+    (
+        "docs/published_times.md",
+        "| model | GPUs",
+        Compared("examples/published_times.rs", "estimates_are_those_of_the_page"),
+    ),
     ("docs/weights_and_data.md", "| data | rows", Stated("docs/weights_and_data.md")),
 ];
 

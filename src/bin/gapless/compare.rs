@@ -359,7 +359,7 @@ fn of_ranks(step: &Step, first_steps: Option<u16>) -> anyhow::Result<Vec<Program
                 }
                 (served.problem, Some(served.solution))
             }
-            Lowering::Eager | Lowering::EagerAmp | Lowering::Megatron => match first_steps {
+            Lowering::Eager | Lowering::EagerAmp | Lowering::Megatron | Lowering::Fsdp2 => match first_steps {
                 None => (step.eager(&graph, rank)?, None),
                 Some(steps) => {
                     let EagerRun { table, start_up, peaks } = step.eager_run(&graph, rank, steps.into())?;

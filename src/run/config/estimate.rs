@@ -30,6 +30,8 @@ pub struct EstimateConfig {
     pub lowering: Lowering,
     /// Settings of `lowering = "megatron"`.
     pub megatron: MegatronConfig,
+    /// Settings of `lowering = "fsdp2"`.
+    pub fsdp2: Fsdp2Config,
     /// The distribution of tokens over the experts of each layer: `even` gives every expert the same chance; in
     /// `skewed:A`, the n-th most popular expert is chosen n^−A times as often as the first; `worst` sends as many rows
     /// to one expert rank as any routing can; `recorded:FILE.csv` has the loads of a training
@@ -59,6 +61,25 @@ pub enum Lowering {
     /// Megatron-LM: layers on tensor ranks as its modules compute them, a cross-entropy over a divided vocabulary, and
     /// contiguous gradient buffers. The vocabulary is padded to a multiple of 128 × tensor ranks.
     Megatron,
+    /// torchtitan with FSDP2: f32 shards of parameters on `mesh.shard` ranks, which are gathered in bf16 block by block.
+    /// `step.zero_stage` 3 frees them after a block's forward, and 2 keeps them until its backward.
+    Fsdp2,
+}
+
+/// Settings of torchtitan that a step of gapless does not have.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields, default)]
+pub struct Fsdp2Config {
+    /// Whether gradients are reduced in bf16 in place of f32.
+    pub reduce_bf16: bool,
+    /// Whether recomputed layers keep the results of every second matrix product and of attention (selective activation
+    /// checkpointing by operation).
+    pub selective: bool,
+    /// Whether layers are compiled. Norms, rotations and gates are then one kernel each, and a selected result is kept only
+    /// if the backward reads it.
+    pub compiled: bool,
+    /// Whether products over tensor ranks gather and scatter their operands piece by piece (asynchronous tensor parallelism).
+    pub async_tensor: bool,
 }
 
 /// Settings of Megatron-LM that a step of gapless does not have.
@@ -101,6 +122,7 @@ impl Default for EstimateConfig {
             terabytes: None,
             lowering: Lowering::Gapless,
             megatron: MegatronConfig::default(),
+            fsdp2: Fsdp2Config::default(),
             expert_load: ExpertLoad::EVEN,
             rank: "0".into(),
         }

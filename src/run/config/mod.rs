@@ -33,13 +33,13 @@ use serde_json::json;
 #[cfg(feature = "sweep")]
 pub(crate) use check::refused;
 pub use data::{DataConfig, SourceConfig};
-pub use estimate::{EstimateConfig, Lowering, MegatronConfig};
+pub use estimate::{EstimateConfig, Fsdp2Config, Lowering, MegatronConfig};
 pub use expert_load::{ExpertLoad, RecordedLoad};
 pub use learning_rate::{RateConfig, RateShape};
 pub use model::ModelConfig;
 pub use names::NAMES;
 #[cfg(feature = "sweep")]
-pub(crate) use names::{flatten, key_of, set, value_at};
+pub(crate) use names::{flatten, key_of, move_former_names, set, value_at};
 pub use optimizer::{GroupConfig, OptimizerConfig, Rule};
 pub use presets::PRESETS;
 pub use read::ConfigError;

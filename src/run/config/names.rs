@@ -60,7 +60,7 @@ pub(crate) fn key_of(name: &str) -> &str {
 }
 
 /// Moves keys with former names out of `[step]` to their present places, and returns a notice for each of them.
-pub(super) fn move_former_names(root: &mut Table) -> Result<Vec<String>, ConfigError> {
+pub(crate) fn move_former_names(root: &mut Table) -> Result<Vec<String>, ConfigError> {
     let Some(Value::Table(step)) = root.get_mut("step") else { return Ok(Vec::new()) };
     let names: Vec<String> = step.keys().map(|name| format!("step.{name}")).collect();
     let moved = names.into_iter().filter(|name| key_of(name) != name);

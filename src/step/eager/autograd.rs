@@ -8,7 +8,7 @@
 //! `torch/utils/checkpoint.py`.
 
 use std::cell::{Cell, RefCell};
-use std::collections::{BinaryHeap, HashMap};
+use std::collections::{BinaryHeap, HashMap, VecDeque};
 use std::fmt;
 use std::ops::Range;
 use std::rc::Rc;
@@ -75,11 +75,33 @@ pub struct Checkpoint {
     saves: Cell<usize>,
     /// The recomputed tensors; empty until the first of them is needed.
     tensors: RefCell<Vec<Option<Tensor>>>,
+    /// Whether results of some operations are kept, and not recomputed.
+    selects: bool,
+    /// The kept results, in the order of their operations.
+    results: RefCell<VecDeque<Tensor>>,
+    /// Number of products so far, in the forward or when it runs again.
+    products: Cell<usize>,
 }
 
 impl Checkpoint {
-    pub fn new(nodes: Range<usize>, inputs: Vec<(ValueId, Var)>) -> Rc<Self> {
-        Rc::new(Self { nodes, inputs, saves: Cell::new(0), tensors: RefCell::default() })
+    pub fn new(nodes: Range<usize>, inputs: Vec<(ValueId, Var)>, selects: bool) -> Rc<Self> {
+        let (saves, products) = (Cell::new(0), Cell::new(0));
+        Rc::new(Self {
+            nodes,
+            inputs,
+            saves,
+            tensors: RefCell::default(),
+            selects,
+            results: RefCell::default(),
+            products,
+        })
+    }
+}
+
+impl Checkpoint {
+    /// Frees the last kept result: that of a block's last product, which no formula of the block reads.
+    pub fn drop_last_result(&self) {
+        self.results.borrow_mut().pop_back();
     }
 }
 
@@ -113,6 +135,33 @@ pub struct Recording<'a> {
 impl Autograd {
     pub fn set_mode(&self, mode: Mode) {
         *self.mode.borrow_mut() = mode;
+    }
+
+    /// Returns the result of a product. A checkpoint that selects keeps every second one (`_get_custom_policy` of torchtitan's
+    /// `parallelize_llama.py`).
+    pub fn product_result(&self, make: impl FnOnce() -> Tensor) -> Tensor {
+        let counted = |frame: &Checkpoint| frame.products.replace(frame.products.get() + 1).is_multiple_of(2);
+        let is_kept = match &*self.mode.borrow() {
+            Mode::Keep => false,
+            Mode::Drop(frame) | Mode::Recompute(frame) => counted(frame),
+        };
+        if is_kept { self.selected_result(make) } else { make() }
+    }
+
+    /// Returns the result of an operation that a checkpoint keeps if it selects.
+    pub fn selected_result(&self, make: impl FnOnce() -> Tensor) -> Tensor {
+        match &*self.mode.borrow() {
+            Mode::Drop(frame) if frame.selects => {
+                let made = make();
+                frame.results.borrow_mut().push_back(made.clone());
+                made
+            }
+            Mode::Recompute(frame) if frame.selects => {
+                let kept = frame.results.borrow_mut().pop_front();
+                kept.unwrap_or_else(make)
+            }
+            _ => make(),
+        }
     }
 
     /// Creates a leaf that needs a gradient.
@@ -190,6 +239,7 @@ impl Autograd {
     fn recall(&self, frame: &Rc<Checkpoint>, again: &dyn Fn(&Checkpoint)) {
         if frame.tensors.borrow().is_empty() {
             let before = self.mode.replace(Mode::Recompute(frame.clone()));
+            frame.products.set(0);
             again(frame);
             self.tape.mute(false);
             self.set_mode(before);

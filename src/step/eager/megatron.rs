@@ -238,10 +238,10 @@ mod tests {
                 RunConfig::parse(text, &keys).and_then(|run| Step::new(&run).map(drop)).unwrap_err().to_string();
             assert!(error.contains(words), "{error}");
         };
-        refuse(&["estimate.lowering=megatron"], "step.precision: megatron requires bf16");
+        refuse(&["estimate.lowering=megatron"], "step.precision: megatron and fsdp2 require bf16");
         let bf16 = ["estimate.lowering=megatron", "step.precision=bf16"];
-        refuse(&[&bf16[..], &["model=mixtral8x7b"]].concat(), "megatron has no experts");
+        refuse(&[&bf16[..], &["model=mixtral8x7b"]].concat(), "megatron and fsdp2 have no experts");
         refuse(&[&bf16[..], &["estimate.megatron.optimizer_ranks=0"]].concat(), "optimizer_ranks: is 0");
-        refuse(&["estimate.lowering=eager", "mesh.tensor=2"], "mesh.tensor: is supported by megatron alone");
+        refuse(&["estimate.lowering=eager", "mesh.tensor=2"], "mesh.tensor: is supported by megatron and fsdp2 alone");
     }
 }

@@ -9,12 +9,13 @@
 //! optimizer's states appear with the first update.
 //!
 //! - `rules` has the allocations of each operation, `experts` those of mixtures of experts, `megatron` those of
-//!   Megatron-LM's modules.
+//!   Megatron-LM's modules, and `fsdp` those of FSDP2.
 //! - `tape` counts references; `autograd` runs backwards.
 //! - `stage` selects the part of the graph that a rank runs, and `run` walks through it.
 
 mod autograd;
 mod experts;
+mod fsdp;
 mod megatron;
 mod rules;
 mod run;
@@ -29,6 +30,7 @@ use gapless_parallel::Kind;
 use serde::Serialize;
 
 pub use self::experts::ExpertRows;
+pub(super) use self::fsdp::Fsdp;
 use self::megatron::Megatron;
 use self::run::{Run, Style};
 use self::tape::{BF16, F32};
@@ -86,6 +88,17 @@ pub struct StartUp {
     pub states_bytes: u64,
 }
 
+/// Steps as an eager framework ran them.
+struct Steps {
+    buffers: Vec<Buffer>,
+    /// For each buffer: whether it is allocated on a stream of collectives.
+    are_beside: Vec<bool>,
+    /// The ticks before the first step and after each step.
+    ends: Vec<u64>,
+    /// Bytes of the model's states.
+    states: u64,
+}
+
 impl Step {
     /// Returns the lifetimes of a pipeline rank under an eager framework. If the step's key `lowering` is `eager-amp`,
     /// autocast is modelled; other values have no effect. Experts get the rows of [`Step::routed_rows`].
@@ -114,7 +127,7 @@ impl Step {
         let rows = |micro_batch: usize, layer: &str| {
             rows.as_ref().map_or_else(Vec::new, |rows| rows.of_experts(micro_batch, layer).to_vec())
         };
-        let (buffers, ends, _) = self.eager_steps(graph, rank, &rows, Some(steps))?;
+        let Steps { buffers, ends, .. } = self.eager_steps(graph, rank, &rows, Some(steps))?;
         let table = Problem::new(buffers)?;
         let before = ends[0];
         let lasts = |buffer: &&Buffer| buffer.lifetime.end == table.end();
@@ -140,8 +153,7 @@ impl Step {
     /// # Errors
     /// Returns an [`EagerError`] if the step has a part that is not modelled.
     pub fn eager_routed(&self, graph: &StepGraph, rank: usize, rows: &ExpertRows<'_>) -> Result<Problem, EagerError> {
-        let (buffers, ..) = self.eager_steps(graph, rank, rows, None)?;
-        Ok(Problem::new(buffers)?)
+        Ok(Problem::new(self.eager_steps(graph, rank, rows, None)?.buffers)?)
     }
 
     /// Returns the bytes of a pipeline rank of a model without experts in a steady step.
@@ -149,19 +161,33 @@ impl Step {
     /// # Errors
     /// Returns an [`EagerError`] if the step has a part that is not modelled.
     pub fn eager_bytes(&self, graph: &StepGraph, rank: usize) -> Result<EagerBytes, EagerError> {
-        let (buffers, _, states) = self.eager_steps(graph, rank, &|_, _| Vec::new(), None)?;
+        let Steps { buffers, states, .. } = self.eager_steps(graph, rank, &|_, _| Vec::new(), None)?;
         Ok(EagerBytes { states, peak: lower_bound(&Problem::new(buffers)?) })
     }
 
-    /// Runs the first steps of a run, or a steady step if their number is `None`. Returns the buffers, the ticks before the
-    /// first step and after each step, and the bytes of the model's states.
+    /// Returns the lifetimes of a pipeline rank of a model without experts in a steady step: those of the stream of computation,
+    /// and those of streams of collectives. PyTorch's allocator has separate memory for these. The second table is empty
+    /// except for `lowering = "fsdp2"`.
+    ///
+    /// # Errors
+    /// Returns an [`EagerError`] if the step has a part that is not modelled.
+    pub fn eager_streams(&self, graph: &StepGraph, rank: usize) -> Result<[Problem; 2], EagerError> {
+        let Steps { buffers, are_beside, .. } = self.eager_steps(graph, rank, &|_, _| Vec::new(), None)?;
+        let of_stream = |is_beside: bool| {
+            let own = buffers.iter().zip(&are_beside).filter(|(_, beside)| **beside == is_beside);
+            Problem::new(own.map(|(buffer, _)| buffer.clone()).collect())
+        };
+        Ok([of_stream(false)?, of_stream(true)?])
+    }
+
+    /// Runs the first steps of a run, or a steady step if their number is `None`.
     fn eager_steps(
         &self,
         graph: &StepGraph,
         rank: usize,
         rows: &ExpertRows<'_>,
         first_steps: Option<usize>,
-    ) -> Result<(Vec<Buffer>, Vec<u64>, u64), EagerError> {
+    ) -> Result<Steps, EagerError> {
         if self.options.mesh.shard > 1 {
             return Err(EagerError::Unknown("a mesh with shard ranks".to_owned()));
         }
@@ -185,8 +211,8 @@ impl Step {
             run.update();
             ends.push(run.now());
         }
-        let states = run.states();
-        Ok((run.into_buffers(first_steps.is_none()), ends, states))
+        let (states, are_beside) = (run.states(), run.are_beside());
+        Ok(Steps { buffers: run.into_buffers(first_steps.is_none()), are_beside, ends, states })
     }
 
     fn style(&self) -> Style {
@@ -194,7 +220,7 @@ impl Step {
         let megatron = (self.lowering == Lowering::Megatron)
             .then(|| Megatron::new(&self.megatron, self.options.mesh.data, &self.device));
         let (parameter, is_mixed) = match self.precision() {
-            Precision::Bf16 => (if is_amp { F32 } else { BF16 }, !is_amp),
+            Precision::Bf16 => (if is_amp { F32 } else { BF16 }, !is_amp && self.fsdp.is_none()),
             Precision::PureBf16 => (BF16, false),
             Precision::F32 => (F32, false),
         };
@@ -204,6 +230,7 @@ impl Step {
             is_mixed,
             is_transformers: megatron.is_none() && !matches!(self.architecture(), Architecture::Gpt(_)),
             megatron,
+            fsdp: self.fsdp,
             tensor_ranks: self.options.mesh.tensor as u64,
             micro_batches: self.options.micro_batches,
             stages: self.options.mesh.pipeline * self.options.pipeline.chunks,

@@ -243,7 +243,7 @@ impl Autograd {
         if needs[0] {
             op.save(&turned.data);
         }
-        let y = self.tape.new_tensor(flat.data.rows() * outer, outer, turned.data.dtype);
+        let y = self.product_result(|| self.tape.new_tensor(flat.data.rows() * outer, outer, turned.data.dtype));
         drop(self.tape.bytes(if bias.is_some() { CUBLAS_LT } else { CUBLAS }));
         let has_bias = bias.is_some();
         let gathered = flat.data.part.as_ref().map(|_| (flat.data.elements, flat.data.dtype));
@@ -290,8 +290,8 @@ impl Autograd {
         for x in [k, q, v] {
             op.save(&x.data);
         }
-        let y = self.tape.like(&q.data);
-        let logs = self.tape.new_tensor(sums, 1, F32);
+        let y = self.selected_result(|| self.tape.like(&q.data));
+        let logs = self.selected_result(|| self.tape.new_tensor(sums, 1, F32));
         let [seed, offset] = [16, 8].map(|bytes| self.tape.bytes(bytes));
         for x in [&logs, &y, &seed, &offset] {
             op.save(x);

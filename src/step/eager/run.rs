@@ -3,6 +3,7 @@
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ops::Range;
+use std::rc::Rc;
 
 use gapless_alloc::Buffer;
 use gapless_engine::graph::{DType, Graph, NodeId, Phase, Source, Spec, ValueId};
@@ -12,9 +13,10 @@ use gapless_parallel::{Action, Kind, StageId};
 use super::EagerError;
 use super::autograd::{Autograd, Checkpoint, Mode, Var};
 use super::experts::{ExpertRows, Mixture};
+use super::fsdp::{Fsdp, Units};
 use super::megatron::Megatron;
 use super::stage::{Stage, is_sum, places};
-use super::tape::{BF16, F32, INT64, Tensor};
+use super::tape::{BF16, F32, INT64, Tape, Tensor};
 
 /// Properties of a step that depend on the framework's program for it.
 #[derive(Debug, Clone, Copy)]
@@ -38,12 +40,19 @@ pub struct Style {
     pub tensor_ranks: u64,
     /// Properties of a Megatron run; `None` for other programs.
     pub megatron: Option<Megatron>,
+    /// Properties of a run with FSDP2; `None` for other programs.
+    pub fsdp: Option<Fsdp>,
 }
 
 impl Style {
+    /// Whether elementwise operations between products are fused.
+    fn fuses(&self) -> bool {
+        self.megatron.is_some() || self.fsdp.is_some_and(|fsdp| fsdp.is_compiled)
+    }
+
     /// Bytes per element of an optimizer state.
     fn state(&self) -> u64 {
-        if self.is_mixed { F32 } else { self.parameter }
+        if self.is_mixed || self.fsdp.is_some() { F32 } else { self.parameter }
     }
 }
 
@@ -91,6 +100,8 @@ pub struct Run<'g> {
     micro_batch: Cell<usize>,
     blocks: Vec<String>,
     checkpointed: HashSet<String>,
+    /// The units of FSDP2.
+    units: Option<Rc<RefCell<Units>>>,
     in_flight: HashMap<Action, InFlight>,
     /// Gradients of the next action's outputs, if they have been received before the action starts.
     received: Vec<Tensor>,
@@ -130,7 +141,7 @@ impl<'g> Run<'g> {
             gates: graph
                 .nodes()
                 .iter()
-                .filter(|node| style.megatron.is_none() && node.op.name() == "swiglu")
+                .filter(|node| !style.fuses() && node.op.name() == "swiglu")
                 .map(|node| node.inputs[0])
                 .collect(),
             mixtures,
@@ -138,6 +149,7 @@ impl<'g> Run<'g> {
             micro_batch: Cell::new(0),
             blocks,
             checkpointed: HashSet::new(),
+            units: None,
             in_flight: HashMap::new(),
             received: Vec::new(),
             left: Vec::new(),
@@ -168,7 +180,11 @@ impl<'g> Run<'g> {
             let (elements, width) = (spec.elements() as u64, spec.dims().last().copied().unwrap_or(1) as u64);
             let count = if of_experts.contains(&id) { spec.dims()[0] } else { 1 };
             let parameter = |_| {
-                let data = self.autograd.tape.new_tensor(elements / count as u64, width, style.parameter);
+                let new = match style.fsdp {
+                    Some(_) => Tape::without_memory,
+                    None => Tape::new_tensor,
+                };
+                let data = new(&self.autograd.tape, elements / count as u64, width, style.parameter);
                 match graph.is_frozen(id) {
                     true => Var { data, edge: None },
                     false => self.autograd.leaf(data, !style.is_mixed),
@@ -191,6 +207,10 @@ impl<'g> Run<'g> {
             self.persistent.extend([(); 2].map(|()| tape.new_tensor(elements, 1, dtype)));
         }
         self.tables = self.persistent.len();
+        if let Some(fsdp) = style.fsdp {
+            self.allocate_shards(fsdp);
+            return;
+        }
         if let Some(megatron) = style.megatron {
             let elements = self.trained_elements();
             let share = elements.div_ceil(megatron.optimizer_ranks);
@@ -214,6 +234,26 @@ impl<'g> Run<'g> {
         }
     }
 
+    /// Allocates the f32 shards of parameters and, after the first step, their moments, and makes the units.
+    fn allocate_shards(&mut self, fsdp: Fsdp) {
+        let Self { graph, autograd, .. } = &*self;
+        let mut units = Units::new(fsdp, &autograd.tape);
+        let mut persistent = Vec::new();
+        let named: HashMap<ValueId, &str> = graph.persistent().collect();
+        for block in [None].into_iter().chain(self.blocks.iter().map(|block| Some(block.as_str()))) {
+            let mut ids: Vec<ValueId> = self.parameters.keys().copied().collect();
+            ids.sort_unstable();
+            for id in ids.into_iter().filter(|id| block_of(named[id]) == block) {
+                let rows = graph.value(id).spec.dims().first().copied().unwrap_or(1) as u64;
+                let shard = units.add(block, &self.parameters[&id], rows);
+                let moments = if self.has_states { 2 } else { 0 };
+                persistent.extend((0..=moments).map(|_| autograd.tape.new_tensor(shard, 1, F32)));
+            }
+        }
+        self.persistent.extend(persistent);
+        self.units = Some(Rc::new(RefCell::new(units)));
+    }
+
     fn trained_elements(&self) -> u64 {
         self.trained.iter().map(|var| var.data.elements).sum()
     }
@@ -223,6 +263,7 @@ impl<'g> Run<'g> {
         let bytes = |tensor: &Tensor| tensor.elements * tensor.dtype;
         let experts = self.of_experts.values().flatten();
         let parameters = self.parameters.values().chain(experts).map(|var| bytes(&var.data)).sum::<u64>();
+        let parameters = if self.units.is_some() { 0 } else { parameters };
         let workspaces = self.style.megatron.map_or(0, |megatron| megatron.workspaces);
         let others: u64 = self.persistent.iter().skip(self.tables).chain(&self.copies).map(bytes).sum();
         parameters + others - workspaces
@@ -270,6 +311,9 @@ impl<'g> Run<'g> {
             self.received = outputs.iter().map(|output| self.autograd.tape.like(&output.data)).collect();
         }
         self.left.clear();
+        if let Some(units) = &self.units {
+            units.borrow_mut().before_forward(0);
+        }
         let mut outputs = self.run_stage(stage, environment)?;
         if is_last && self.style.micro_batches > 1 {
             outputs = outputs.iter().map(|loss| self.autograd.scale(loss)).collect();
@@ -291,6 +335,9 @@ impl<'g> Run<'g> {
         let (edges, data): (Vec<_>, Vec<Tensor>) = outputs.into_iter().map(|Var { data, edge }| (edge, data)).unzip();
         let roots = edges.into_iter().zip(&gradients).filter_map(|(edge, gradient)| Some((edge?, gradient.clone())));
         self.autograd.backward(roots.collect(), &|frame| self.recall(stage, frame));
+        if let Some(units) = &self.units {
+            units.borrow_mut().end_backward();
+        }
         self.left.extend(gradients);
         for input in inputs {
             let of_input = input.leaf().and_then(|leaf| leaf.grad.take());
@@ -307,6 +354,9 @@ impl<'g> Run<'g> {
     /// update works in place. In the first step, it also allocates the states of the optimizer.
     pub fn update(&mut self) {
         self.left.clear();
+        if let Some(units) = &self.units {
+            units.borrow_mut().end_step();
+        }
         let tape = &self.autograd.tape;
         {
             let norms: Vec<Tensor> = self.trained.iter().map(|_| tape.bytes(F32)).collect();
@@ -327,12 +377,20 @@ impl<'g> Run<'g> {
         for parameter in &self.trained {
             parameter.leaf().map(|leaf| leaf.grad.take());
         }
+        if let Some(units) = &self.units {
+            units.borrow_mut().zero_grad();
+        }
         self.earlier += self.style.micro_batches;
     }
 
     /// The tick of the next allocation or free.
     pub fn now(&self) -> u64 {
         self.autograd.tape.now()
+    }
+
+    /// Returns for each buffer whether it is allocated on a stream of collectives.
+    pub fn are_beside(&self) -> Vec<bool> {
+        self.autograd.tape.are_beside()
     }
 
     /// Returns the table of lifetimes. If it is of a steady step, a buffer that is never freed counts as alive from the
@@ -351,10 +409,22 @@ impl<'g> Run<'g> {
             let name = block(start);
             let end = (start + 1..stage.nodes.len()).find(|&at| block(at) != name).unwrap_or(stage.nodes.len());
             let nodes = start..end;
-            let inputs = self.inputs(stage, nodes.clone(), &environment);
-            first = name.filter(|_| self.mixtures.is_empty()).map(|_| first.unwrap_or_else(|| inputs.clone()));
+            let mut inputs = self.inputs(stage, nodes.clone(), &environment);
+            let unit = self.units.as_ref().zip(name);
+            let unit = unit.and_then(|(units, name)| Some((units, units.borrow().index(Some(name))?)));
+            if let Some((units, index)) = unit {
+                units.borrow_mut().before_forward(index);
+                let needing: Vec<&mut Var> =
+                    inputs.iter_mut().map(|(_, var)| var).filter(|var| var.edge.is_some()).collect();
+                let hooked =
+                    self.autograd.after_backward(&needing.iter().map(|var| &**var).collect::<Vec<_>>(), units, index);
+                needing.into_iter().zip(hooked).for_each(|(var, hooked)| *var = hooked);
+            }
+            first = name
+                .filter(|_| self.mixtures.is_empty() && self.units.is_none())
+                .map(|_| first.unwrap_or_else(|| inputs.clone()));
             let is_checkpointed = name.is_some_and(|name| self.checkpointed.contains(name));
-            let frame = is_checkpointed.then(|| Checkpoint::new(nodes.clone(), inputs.clone()));
+            let frame = is_checkpointed.then(|| Checkpoint::new(nodes.clone(), inputs.clone(), self.selects()));
             if let Some(frame) = &frame {
                 self.autograd.set_mode(Mode::Drop(frame.clone()));
             }
@@ -364,14 +434,30 @@ impl<'g> Run<'g> {
                 environment
                     .retain(|id, _| !inside.contains_key(id) || stage.last[id] >= end || stage.outputs.contains(id));
             }
+            let given: HashSet<ValueId> = inside.keys().copied().collect();
             self.run_nodes(stage, nodes, &mut inside)?;
             self.autograd.set_mode(Mode::Keep);
+            if let Some(frame) = frame.filter(|_| self.style.fsdp.is_some_and(|fsdp| fsdp.is_compiled)) {
+                frame.drop_last_result();
+            }
+            if let Some((units, index)) = unit {
+                units.borrow_mut().after_forward(index);
+                inside.retain(|id, _| !given.contains(id));
+                for var in inside.values_mut() {
+                    *var = self.autograd.before_backward(var, units, index);
+                }
+            }
             environment
                 .retain(|id, _| stage.last.get(id).is_some_and(|&last| last >= end) || stage.outputs.contains(id));
             environment.extend(inside);
             start = end;
         }
         Ok(stage.outputs.iter().filter_map(|id| environment.remove(id)).collect())
+    }
+
+    /// Whether checkpoints keep some results.
+    fn selects(&self) -> bool {
+        self.style.fsdp.is_some_and(|fsdp| fsdp.selects)
     }
 
     /// Returns the values that these nodes read from earlier nodes.
@@ -415,15 +501,17 @@ impl<'g> Run<'g> {
 
     /// Applies the rule of a node.
     fn apply(&self, id: NodeId, values: &mut Environment) -> Result<(), EagerError> {
-        if let Some(megatron) = self.style.megatron {
-            match self.apply_megatron(megatron, id, values) {
-                Applied::Made(made) => _ = values.insert(self.graph.node(id).outputs[0], made),
-                Applied::Nothing => {}
-                Applied::AsElsewhere => return self.apply_rule(id, values),
-            }
-            return Ok(());
+        let applied = match self.style {
+            Style { megatron: Some(megatron), .. } => self.apply_megatron(megatron, id, values),
+            Style { fsdp: Some(fsdp), .. } => self.apply_torchtitan(fsdp, id, values),
+            _ => Applied::AsElsewhere,
+        };
+        match applied {
+            Applied::Made(made) => _ = values.insert(self.graph.node(id).outputs[0], made),
+            Applied::Nothing => {}
+            Applied::AsElsewhere => return self.apply_rule(id, values),
         }
-        self.apply_rule(id, values)
+        Ok(())
     }
 
     /// Applies the rule of PyTorch's operation for a node.
@@ -555,6 +643,40 @@ impl<'g> Run<'g> {
                 let Some(weight) = value(1) else { return Applied::AsElsewhere };
                 let logits = self.linear(node.inputs[1], &x, &weight, None);
                 autograd.split_cross_entropy(&logits)
+            }
+            _ => return Applied::AsElsewhere,
+        };
+        Applied::Made(made)
+    }
+
+    /// Applies the rule of a node that differs in torchtitan (`torchtitan/models/llama/model.py`).
+    fn apply_torchtitan(&self, fsdp: Fsdp, id: NodeId, values: &Environment) -> Applied {
+        let (node, autograd, ranks) = (self.graph.node(id), &self.autograd, self.style.tensor_ranks);
+        let value = |index: usize| {
+            let input = *node.inputs.get(index)?;
+            values.get(&input).or_else(|| self.parameters.get(&input)).cloned()
+        };
+        let Some(x) = value(0) else { return Applied::Nothing };
+        let made = match (node.op.name(), value(1)) {
+            ("all_reduce", _) => x,
+            ("all_gather", _) => autograd.gather_tokens(&x, ranks, fsdp),
+            ("reduce_scatter", _) => autograd.scatter_tokens(&x, ranks, fsdp),
+            ("linear_cross_entropy_statistics", _) => return Applied::Nothing,
+            ("rms_norm", Some(weight)) if fsdp.is_compiled => autograd.fused_rms_norm(&x, &weight),
+            ("swiglu", Some(up)) if fsdp.is_compiled => autograd.fused_swiglu(&x, &up),
+            ("rope", _) if fsdp.is_compiled => autograd.fused_rope(&x),
+            ("rope", _) => autograd.complex_rope(&x),
+            ("attention", Some(k)) => {
+                let Some(v) = value(2) else { return Applied::AsElsewhere };
+                let [k, v] = [k, v].map(|x_kv| autograd.repeat(&x_kv, x.data.elements));
+                let head = self.graph.value(node.inputs[0]).spec.dims().last().copied().unwrap_or(1) as u64;
+                autograd.transpose(&autograd.attention([&x, &k, &v], x.data.elements / head))
+            }
+            ("linear_cross_entropy", Some(weight)) => {
+                let Some(targets) = value(2) else { return Applied::AsElsewhere };
+                // The training loop holds the logits until the loss is computed.
+                let logits = self.linear(node.inputs[1], &x, &weight, None);
+                autograd.cross_entropy(&autograd.cast(&logits, F32), targets.data, false)
             }
             _ => return Applied::AsElsewhere,
         };

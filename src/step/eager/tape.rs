@@ -1,6 +1,7 @@
 //! Reference-counted storage, and the table of its allocations and frees.
 
 use std::cell::RefCell;
+use std::collections::HashSet;
 use std::ops::Range;
 use std::rc::Rc;
 
@@ -20,6 +21,8 @@ pub struct Tape(Rc<RefCell<Events>>);
 struct Events {
     now: u64,
     buffers: Vec<(Range<u64>, u64)>,
+    /// Indices of the buffers that are allocated on streams of collectives.
+    beside: HashSet<usize>,
     is_muted: bool,
 }
 
@@ -82,6 +85,25 @@ impl Tape {
     pub fn new_tensor(&self, elements: u64, width: u64, dtype: u64) -> Tensor {
         let index = self.allocate(elements * dtype);
         let storage = Rc::new(Storage { tape: self.clone(), index });
+        Tensor { storage, ..self.without_memory(elements, width, dtype) }
+    }
+
+    /// Allocates a tensor on a stream of collectives.
+    pub fn beside(&self, elements: u64, dtype: u64) -> Tensor {
+        let tensor = self.new_tensor(elements, 1, dtype);
+        self.0.borrow_mut().beside.extend(tensor.storage.index);
+        tensor
+    }
+
+    /// Returns for each buffer whether it is allocated on a stream of collectives.
+    pub fn are_beside(&self) -> Vec<bool> {
+        let events = self.0.borrow();
+        (0..events.buffers.len()).map(|index| events.beside.contains(&index)).collect()
+    }
+
+    /// Returns a tensor without memory of its own.
+    pub fn without_memory(&self, elements: u64, width: u64, dtype: u64) -> Tensor {
+        let storage = Rc::new(Storage { tape: self.clone(), index: None });
         Tensor { storage, elements, width, dtype, is_view: false, part: None, is_transposed: false }
     }
 

@@ -112,6 +112,7 @@ impl Analysis {
             let (a, b) = (&shapes[a.index()], &shapes[b.index()]);
             a.iter().zip(b).for_each(|(&a, &b)| dims.unify(a, b));
         }
+        dims.shorten();
         let leaves: Vec<BTreeSet<Dim>> =
             shapes.iter().map(|shape| shape.iter().flat_map(|&dim| dims.leaves(dim)).collect()).collect();
         let of_node = |(id, related): (NodeId, Option<Related>)| {

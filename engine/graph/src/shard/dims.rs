@@ -93,6 +93,19 @@ impl Dims {
         dim
     }
 
+    /// Makes each dimension name its root directly. Before, dimensions that all layers share form chains that are as long as
+    /// the graph.
+    pub fn shorten(&mut self) {
+        for index in 0..self.forms.len() {
+            let root = self.root(Dim(index));
+            let mut dim = Dim(index);
+            while let Form::Same(next) = self.forms[dim.0] {
+                self.forms[dim.0] = Form::Same(root);
+                dim = next;
+            }
+        }
+    }
+
     /// Returns the product of dimensions. Factors of extent 1 are left out.
     pub fn product(&mut self, factors: &[Dim]) -> Dim {
         let factors: Vec<Dim> = factors.iter().copied().filter(|&dim| self.extent(dim) != 1).collect();

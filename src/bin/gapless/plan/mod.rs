@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use anyhow::{Context, anyhow, bail};
 use gapless::run::RunConfig;
-use gapless::step::{DeviceProfile, LargestBatch, Lowering, MeshChoice, MeshOption, Search, Step};
+use gapless::step::{DeviceProfile, LargestBatch, Lowering, Search, Step, Varied};
 use gapless_alloc::Fit;
 use gapless_alloc::csv::Table;
 use gapless_alloc::draw::{Bytes, MemoryMap, SvgOptions, TextOptions};
@@ -103,26 +103,24 @@ fn step(arguments: &Arguments) -> anyhow::Result<Fit> {
         bail!("--capacity, --deadline and --work apply to tables only; limit a run with --budget 600MiB");
     }
     let mut run = arguments.run.run(arguments.file.as_deref())?;
-    let meshes = match arguments.ranks {
-        Some(ranks) => Some(choose_mesh(arguments, &mut run, ranks.into())?),
-        None => None,
+    let meshes = match (arguments.ranks, arguments.gpus) {
+        (Some(ranks), _) => Some(choose_mesh(arguments, &mut run, ranks.into())?),
+        (None, Some(gpus)) => Some(search(arguments, &mut run, gpus.into())?),
+        (None, None) => None,
     };
-    if let Some(gpus) = arguments.gpus {
-        search(arguments, &mut run, gpus.into())?;
-    }
     let mut step = Step::new(&run)?;
     if let Some(budget) = meshes.as_ref().and_then(|choice| choice.budget) {
         step = step.within(Some(budget));
     }
     step.notices().iter().for_each(tell);
-    let searches = arguments.largest_batch || arguments.ranks.is_some();
+    let searches = arguments.largest_batch || meshes.is_some();
     match (step.lowering, &step.ranks[..]) {
         (Lowering::Gapless, _) => {
             let largest = if arguments.largest_batch { choose_batch(&mut step)? } else { None };
             let balance = run.context_balance()?;
             step::plan(arguments, &step, &Searches { meshes, largest }, balance)
         }
-        _ if searches => bail!("--largest-batch and --ranks plan with this engine; leave --lowering out"),
+        _ if searches => bail!("--largest-batch, --ranks and --gpus plan with this engine; leave --lowering out"),
         (_, &[rank]) => {
             let problem = step.eager(&step.record()?, rank)?;
             let ids = (0..problem.len()).map(|index| index.to_string()).collect();
@@ -135,7 +133,7 @@ fn step(arguments: &Arguments) -> anyhow::Result<Fit> {
 /// The results of the searches that were asked for.
 #[derive(Debug, Default)]
 pub struct Searches {
-    meshes: Option<MeshChoice>,
+    meshes: Option<Search>,
     largest: Option<LargestBatch>,
 }
 
@@ -152,56 +150,55 @@ fn profiles() -> String {
     format!("Devices of --profile: {}, this-machine, or a TOML file of your own.", known.join(", "))
 }
 
-/// Compares the meshes of a number of ranks, and gives the run the best one.
-fn choose_mesh(arguments: &Arguments, run: &mut RunConfig, ranks: usize) -> anyhow::Result<MeshChoice> {
-    let chosen = [
-        "pipeline_ranks",
-        "data_ranks",
-        "shard_ranks",
-        "expert_ranks",
-        "context_ranks",
-        "tensor_ranks",
-        "sequence_parallel",
-    ];
-    if let Some(name) = chosen.into_iter().find(|name| arguments.run.has(name)) {
+/// Names of keys of the mesh, which searches choose.
+const MESH: [&str; 9] = [
+    "pipeline_ranks",
+    "data_ranks",
+    "shard_ranks",
+    "expert_ranks",
+    "context_ranks",
+    "tensor_ranks",
+    "fold",
+    "sequence_parallel",
+    "zero_stage",
+];
+
+/// Searches the meshes of a number of ranks, and gives the run the best one.
+fn choose_mesh(arguments: &Arguments, run: &mut RunConfig, ranks: usize) -> anyhow::Result<Search> {
+    if let Some(name) = MESH.into_iter().find(|name| arguments.run.has(name)) {
         bail!("--ranks chooses the mesh; leave --{} out, or --ranks", name.replace('_', "-"));
     }
-    let choice = MeshChoice::among(run, ranks)?;
-    match choice.best() {
-        Some(&MeshOption { mesh, sequence_parallel, .. }) => {
-            run.mesh = mesh;
-            run.step.sequence_parallel = sequence_parallel;
-            // The other ranks of the chosen mesh are data, expert and tensor ranks, which have the plan of their stage.
-            let stages = run.estimate.rank.split(',').map(|rank| rank.trim().parse::<usize>());
-            if stages.flatten().any(|rank| (mesh.pipeline..ranks).contains(&rank)) {
-                tell(format_args!("the chosen mesh has {} pipeline rank(s); all are shown", mesh.pipeline));
-                run.estimate.rank = "all".into();
-            }
-        }
-        None => bail!(
-            "the step exists on no mesh of {ranks} ranks:\n{choice}change the batch, the micro-batches or the schedule"
-        ),
+    let search = Search::among(run, ranks, Varied::Mesh)?;
+    let Some(best) = search.best() else {
+        bail!(
+            "the step exists on no mesh of {ranks} ranks:\n{search}change the batch, the micro-batches or the schedule"
+        );
+    };
+    best.layout.apply(run);
+    let pipeline = run.mesh.pipeline;
+    // The other ranks of the chosen mesh have the plan of their stage.
+    let stages = run.estimate.rank.split(',').map(|rank| rank.trim().parse::<usize>());
+    if stages.flatten().any(|rank| (pipeline..ranks).contains(&rank)) {
+        tell(format_args!("the chosen mesh has {pipeline} pipeline rank(s); all are shown"));
+        run.estimate.rank = "all".into();
     }
-    Ok(choice)
+    Ok(search)
 }
 
 /// Searches for the fastest step that fits a number of GPUs, and gives it to the run.
-fn search(arguments: &Arguments, run: &mut RunConfig, gpus: usize) -> anyhow::Result<()> {
-    let meshes = ["pipeline_ranks", "data_ranks", "shard_ranks", "expert_ranks", "context_ranks", "tensor_ranks"];
-    let others = ["sequence_parallel", "micro_batches", "recompute", "budget", "lowering"];
-    let searched = meshes.into_iter().chain(others);
+fn search(arguments: &Arguments, run: &mut RunConfig, gpus: usize) -> anyhow::Result<Search> {
+    let searched = MESH.into_iter().chain(["micro_batches", "recompute", "budget", "lowering"]);
     if let Some(name) = searched.into_iter().find(|name| arguments.run.has(name)) {
         bail!("--gpus searches for it; leave --{} out, or --gpus", name.replace('_', "-"));
     }
     run.estimate.profile.get_or_insert_with(|| "h100".to_owned());
     run.estimate.memory = arguments.memory.or(run.estimate.memory);
-    let search = Search::among(run, gpus)?;
-    tell(&search);
-    match &search.chosen {
-        Some(chosen) => chosen.apply(run),
-        None => bail!("no step of this batch fits {gpus} GPUs; use more, or a smaller batch"),
+    let search = Search::among(run, gpus, Varied::MeshAndMemory)?;
+    match search.best().filter(|_| search.fits()) {
+        Some(best) => best.apply(run),
+        None => bail!("{search}no step of this batch fits {gpus} GPUs; use more, or a smaller batch"),
     }
-    Ok(())
+    Ok(search)
 }
 
 /// Finds the largest batch that fits, and gives it to the step. If no batch fits, the step gets the smallest batch, and

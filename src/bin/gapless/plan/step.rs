@@ -9,7 +9,7 @@ use anyhow::{Context, bail};
 use gapless::engine::compile::report::{RecomputedLayer, recomputed_layers, recomputed_per_micro_batch};
 use gapless::engine::compile::{Error as CompileError, Executable, Program};
 use gapless::run::ContextBalance;
-use gapless::step::{Fits, LargestBatch, MeshChoice, Origin, Step};
+use gapless::step::{Fits, LargestBatch, Origin, Search, Step};
 use gapless::{MemoryOptions, Precision, Recompute, StepOptions, TrainError};
 use gapless_alloc::draw::{Bytes, MemoryMap, RoleBytes, Summary};
 use gapless_alloc::{Fit, Options, explain};
@@ -79,9 +79,9 @@ pub struct Planned {
     /// The reason why the step does not run on the GPU that it is planned for.
     #[serde(skip_serializing_if = "Option::is_none")]
     does_not_run: Option<String>,
-    /// The meshes that were compared.
+    /// The configurations that were compared.
     #[serde(skip_serializing_if = "Option::is_none")]
-    meshes: Option<MeshChoice>,
+    meshes: Option<Search>,
     /// The largest batch that fits, which was planned.
     #[serde(skip_serializing_if = "Option::is_none")]
     largest_batch: Option<LargestBatch>,
