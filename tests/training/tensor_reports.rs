@@ -7,9 +7,9 @@
 //!   Automodel#3816): `twenty_clipped_steps_keep_copies_equal`.
 //! - Tied weights that are refused, divided in two ways, or two tensors after a reload (torchtitan#2495, accelerate#4171,
 //!   Megatron#1447, hyper-parallel#606): GPT in `other_settings_combine_with_tensor_ranks` and
-//!   `checkpoints_go_from_any_mesh_to_any_other`.
+//!   `checkpoints_go_from_mesh_to_mesh`.
 //! - Checkpoints that only their own mesh can read, moments that are dropped, extents that do not divide (Megatron#1517,
-//!   AReaL#1468, pytorch#108869): `checkpoints_go_from_any_mesh_to_any_other`, where three heads are on two and four ranks.
+//!   AReaL#1468, pytorch#108869): `checkpoints_go_from_mesh_to_mesh`, where three heads are on two and four ranks.
 //! - Collectives in other orders on the ranks of a group (pytorch#75373, verl#6405):
 //!   `other_collectives_are_refused_on_all_ranks` of the engine's `train/ranks.rs`.
 
@@ -17,7 +17,8 @@ use gapless::alloc::Role;
 use gapless::models::{Gpt, GptConfig, Llama, LlamaConfig, MoeStyle};
 use gapless::nn::{Embedding, Linear, Module, VarBuilder, embedding, linear_no_bias};
 use gapless::{
-    AdamW, Mesh, Model, Precision, Result, StepOptions, Tensor, TrainError, TrainOptions, Trainer, communicator,
+    AdamW, MemoryOptions, Mesh, Model, Precision, Result, StepOptions, Tensor, TrainError, TrainOptions, Trainer,
+    communicator,
 };
 
 use crate::common::{Kind, on_cpu};
@@ -189,7 +190,7 @@ fn a_rank_that_cannot_save_is_named_on_all() {
 #[test]
 fn activations_of_a_layer_follow_from_the_papers_formula() {
     let (sequence, width, heads) = (512, 256, 8);
-    let kept = |layers: usize, ranks: usize, sequence_parallel: bool| {
+    let kept = |layers: usize, ranks: usize, sequence_parallel: bool, recompute: &str| {
         let vocabulary = 512;
         let config = GptConfig { vocabulary, sequence, layers, heads, width, dropout: 0.1, ..GptConfig::default() };
         let step = StepOptions {
@@ -198,6 +199,7 @@ fn activations_of_a_layer_follow_from_the_papers_formula() {
             precision: Precision::PureBf16,
             mesh: mesh(ranks),
             sequence_parallel,
+            memory: MemoryOptions { recompute: recompute.parse().unwrap(), ..on_cpu().step.memory },
             ..on_cpu().step
         };
         let plan = gapless::plan::step(|vb| Gpt::new(&config, vb), &TrainOptions { step, ..on_cpu() }, 0).unwrap();
@@ -218,7 +220,9 @@ fn activations_of_a_layer_follow_from_the_papers_formula() {
     };
     for (ranks, sequence_parallel) in [(1, false), (2, false), (2, true), (4, false), (4, true), (8, false), (8, true)]
     {
-        let of_layer = kept(4, ranks, sequence_parallel) - kept(3, ranks, sequence_parallel);
+        let added =
+            |layers, how| kept(layers + 1, ranks, sequence_parallel, how) - kept(layers, ranks, sequence_parallel, how);
+        let of_layer = added(3, "none");
         let (s, h, a, t) = (sequence as f64, width as f64, heads as f64, ranks as f64);
         let of_rows = if sequence_parallel { t } else { 1.0 };
         // Whole, or divided by tokens: the inputs of two norms, and of the projections behind them. By heads and widths: q,
@@ -230,6 +234,10 @@ fn activations_of_a_layer_follow_from_the_papers_formula() {
             (here + statistics) * s * h,
             "{ranks} ranks, sequence parallel: {sequence_parallel}"
         );
+        // If layers are recomputed, their inputs are kept. Gathers and scatters of tokens are repeated, sums are not: the
+        // one before the second norm is kept.
+        let of_sums = if ranks > 1 && !sequence_parallel { 2.0 } else { 0.0 };
+        assert_eq!(added(8, "layers") as f64, (2.0 / of_rows + of_sums) * s * h);
         let (paper, scores) = (10.0 / of_rows + 24.0 / t, 5.0 * a * s / (h * t));
         let yes = if sequence_parallel { "yes" } else { "no" };
         let line = format!("| {ranks} | {yes} | {here} | {statistics:.3} | {paper} | {scores} |");

@@ -165,7 +165,10 @@ impl Resolving<'_> {
         budget: Option<(u64, Rates)>,
         place: impl FnMut(&RematPlan, Option<u64>) -> Result<u64>,
     ) -> Result<RematPlan> {
-        let saved = SavedActivations::new(self.graph, self.alive);
+        let saved = match budget {
+            Some(_) => SavedActivations::new(self.graph, self.alive),
+            None => SavedActivations::repeating_collectives(self.graph, self.alive),
+        };
         let stash = self.stashing.resolve(&saved)?;
         let saved = saved.stashing(stash);
         if let Some((bytes, rates)) = budget {

@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use gapless_graph::ops::Collective;
 use gapless_graph::{FLOATS, Graph, Node, NodeId, Phase, Place, Source, Spec, ValueId};
+use gapless_parallel::Axes;
 
 use super::groups::Groups;
 use super::{ActivationStorage, Variant};
@@ -31,6 +32,16 @@ pub struct SavedActivations<'g> {
 impl<'g> SavedActivations<'g> {
     /// Analyses the nodes of `graph` that are `alive`.
     pub fn new(graph: &'g Graph, alive: &[bool]) -> Self {
+        Self::of(graph, alive, false)
+    }
+
+    /// Like [`Self::new`], except that the backward may repeat the gathers and scatters of tokens. All ranks must then drop
+    /// the same values, so the choice must not depend on the sizes of values, in which ranks may differ.
+    pub fn repeating_collectives(graph: &'g Graph, alive: &[bool]) -> Self {
+        Self::of(graph, alive, true)
+    }
+
+    fn of(graph: &'g Graph, alive: &[bool], repeats: bool) -> Self {
         let (values, groups) = (graph.values().len(), Groups::of(graph));
         let [mut is_read, mut by_weights, mut leaves_layer, mut leaves_stage, mut is_summed] =
             [(); 5].map(|()| vec![false; values]);
@@ -50,7 +61,8 @@ impl<'g> SavedActivations<'g> {
         for node in graph.node_ids().filter(|id| alive[id.index()]).map(|id| graph.node(id)) {
             let stays = node.outputs.iter().all(|o| !leaves_stage[o.index()] && !is_summed[o.index()]);
             let gathers = gathers_persistent(graph, node);
-            let pure = gathers || node.op.mutates().is_empty() && Collective::of(node).is_none();
+            let is_repeated = |collective| repeats && moves_tokens(collective);
+            let pure = gathers || node.op.mutates().is_empty() && Collective::of(node).is_none_or(is_repeated);
             if node.phase == Phase::Forward && stays && pure && node.place != Place::Everywhere {
                 node.outputs.iter().for_each(|output| repeatable[output.index()] = true);
                 if gathers {
@@ -167,6 +179,12 @@ impl<'g> SavedActivations<'g> {
         }
         Variant { end_with_input, ..variant }
     }
+}
+
+/// True if a collective gathers or scatters the tokens of a layer.
+fn moves_tokens(collective: Collective) -> bool {
+    let is_pure = matches!(collective, Collective::AllGather { .. } | Collective::ReduceScatter { .. });
+    is_pure && (collective.axes() & !(Axes::TENSOR | Axes::CONTEXT)).is_empty()
 }
 
 /// True if a node gathers the parts of a persistent tensor. Every rank of the group has a program with the same collectives
