@@ -1,7 +1,7 @@
 //! Sequences whose tokens are divided among ranks give the results of one rank.
 
 use gapless::engine::Numbers;
-use gapless::models::{Llama, LlamaConfig, MoeStyle, Traits};
+use gapless::models::{Gpt, GptConfig, Llama, LlamaConfig, MoeStyle, Traits};
 use gapless::nn::Preference;
 use gapless::{Batch, Mesh, Precision, StepOptions, Trainer};
 use gapless_testing::{every_other, in_turn};
@@ -201,5 +201,21 @@ fn context_ranks_have_equal_work() {
             assert_eq!(fullest(false, &vec![0; sequence]), 1.0);
         }
         assert!(all / 10.0 <= 1.1, "{} on the average of {sequence} tokens on {ranks} ranks", all / 10.0);
+    }
+}
+
+/// A vocabulary and a sequence whose parts are of different sizes on the ranks that share both.
+#[test]
+fn odd_vocabularies_are_divided_by_tensor_and_context_ranks() {
+    let config = GptConfig { vocabulary: 19, sequence: 8, layers: 2, heads: 2, width: 16, ..GptConfig::default() };
+    let tokens: Vec<u32> = (0..16).map(|i| i * i * 7 % 19).collect();
+    let on = |mesh: Mesh, sequence_parallel| {
+        let mut options = options(mesh, sequence_parallel, 2, 8);
+        options.step.keep_gradients = false;
+        step_of(|vb| Gpt::new(&config, vb), &options, (&tokens, 2))
+    };
+    let alone = on(mesh(1), false);
+    for sequence_parallel in [false, true] {
+        close(&on(Mesh { tensor: 2, ..mesh(2) }, sequence_parallel), &alone, "odd");
     }
 }
