@@ -94,14 +94,14 @@ impl Experts {
             return Err(Error::config("experts", why, "use the same number for both"));
         }
         let routed = routing.exchange(self.ranks)?;
-        let (rows, weights) = (routing.dispatch(x)?, routing.row_weights()?);
         let (rows, weights) = match self.scales_inputs {
             true => {
-                let rows = routed.receive(&rows.broadcast_mul(&weights)?)?;
+                let rows = routing.dispatch(x)?.broadcast_mul(&routing.row_weights()?)?;
+                let rows = routed.receive(&rows)?;
                 let ones = Tensor::ones((rows.dim(0)?, 1), rows.dtype(), rows.device())?;
                 (rows, ones)
             }
-            false => (routed.receive(&rows)?, routed.receive(&weights)?),
+            false => (routed.receive(&routing.dispatch(x)?)?, routed.receive(&routing.row_weights()?)?),
         };
         let (gate, up) = (routed.linear(&rows, &self.gate_proj)?, routed.linear(&rows, &self.up_proj)?);
         let rows = match &self.limited {
