@@ -3,7 +3,7 @@
 use std::ops::ControlFlow;
 
 use gapless_parallel::{Axes, Axis, Mesh, by_name};
-use gapless_testing::{few, in_turn};
+use gapless_testing::{every_other, few};
 
 use super::mixture::{Mixture, mixtures};
 use super::processor::device;
@@ -256,7 +256,7 @@ pub fn compare_divided(device: impl Fn(usize) -> Box<dyn Device> + Sync) {
     };
     let dense = [(tensor, false), (context, false), (tensor, true), (Mesh { data: 2, ..context }, false)];
     for (turn, style) in [Style::Gpt, Style::Llama].into_iter().enumerate() {
-        for &(mesh, sequence_parallel) in in_turn(&dense, turn) {
+        for (mesh, sequence_parallel) in every_other(&dense, turn) {
             let what = format!("{style:?} on {mesh:?}, sequence parallel: {sequence_parallel}");
             let model = |vb| Small::over(TOKENS, style, vb);
             compare_steps(12, &what, &options(mesh, sequence_parallel), &device, model);
@@ -272,7 +272,7 @@ pub fn compare_divided(device: impl Fn(usize) -> Box<dyn Device> + Sync) {
     for (turn, (name, is_shared, config)) in
         mixtures().into_iter().filter(|(.., config)| config.capacity.is_some()).enumerate()
     {
-        for &(mesh, sequence_parallel) in in_turn(&folded, turn) {
+        for (mesh, sequence_parallel) in every_other(&folded, turn) {
             let what = format!("{name} on {mesh:?}, sequence parallel: {sequence_parallel}");
             let model = |vb| Mixture::over(TOKENS, &config, is_shared, vb);
             compare_steps(12, &what, &options(mesh, sequence_parallel), &device, model);
