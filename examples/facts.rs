@@ -8,6 +8,8 @@ use std::path::Path;
 use anyhow::{Context, Result};
 use flate2::read::GzDecoder;
 
+use super::csv::fields;
+
 /// The fields of a line by their columns.
 pub type Columns = HashMap<String, String>;
 
@@ -26,15 +28,20 @@ pub fn text<'a>(columns: &'a Columns, key: &str) -> &'a str {
     columns.get(key).map_or("", String::as_str)
 }
 
-/// Returns the fields of a line of CSV.
-pub fn fields(line: &str) -> Vec<String> {
-    let (mut fields, mut is_quoted) = (vec![String::new()], false);
-    for letter in line.chars() {
-        match letter {
-            '"' => is_quoted = !is_quoted,
-            ',' if !is_quoted => fields.push(String::new()),
-            letter => fields.last_mut().expect("there is one").push(letter),
-        }
-    }
-    fields
+/// Returns a number, or 1 if the column has none.
+pub fn number(columns: &Columns, key: &str) -> usize {
+    text(columns, key).parse().unwrap_or(1)
+}
+
+/// Returns the preset of a published model.
+pub fn preset(model: &str) -> Option<&'static str> {
+    Some(match model {
+        "Llama 3.1 8B" => "llama3-8b",
+        "LLAMA3_70B" | "Llama 3.1 70B" => "llama3-70b",
+        "LLAMA3.1_405B" | "Llama 3.1 405B" => "llama3-405b",
+        "Qwen3_30B_a3B" => "qwen3-30b-a3b",
+        "Qwen3_235B_a22B" => "qwen3-235b-a22b",
+        "DeepSeekV3" => "deepseek-v3",
+        _ => return None,
+    })
 }

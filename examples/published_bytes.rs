@@ -12,6 +12,7 @@ use clap::Parser;
 use gapless::run::RunConfig;
 use gapless::step::{EagerBytes, Step};
 
+mod csv;
 mod facts;
 mod torchtitan;
 
@@ -132,9 +133,8 @@ impl Case {
         text(&self.columns, key)
     }
 
-    /// Returns a number, or 1 if the column is empty.
     fn number(&self, key: &str) -> usize {
-        self.text(key).parse().unwrap_or(1)
+        facts::number(&self.columns, key)
     }
 
     fn is(&self, key: &str) -> bool {
@@ -300,7 +300,7 @@ mod tests {
         for case in all.iter().step_by(if is_slow { 1 } else { 12 }) {
             let bytes = case.bytes().unwrap();
             let line = case.line(bytes);
-            assert!(page.lines().any(|known| known == line), "the page has another line than\n{line}");
+            gapless_testing::assert_on_page("docs/published_bytes.md", &line);
             let rest = case.allocated.checked_sub(bytes.states);
             let is_explained = rest.is_some_and(|rest| rest <= UNEXPLAINED);
             let is_exception =
@@ -317,6 +317,6 @@ mod tests {
 
     #[test]
     fn fields_may_be_quoted() {
-        assert_eq!(facts::fields("a,\"b, c\",,d"), ["a", "b, c", "", "d"]);
+        assert_eq!(csv::fields("a,\"b, c\",,d"), ["a", "b, c", "", "d"]);
     }
 }

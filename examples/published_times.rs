@@ -12,9 +12,10 @@ use clap::Parser;
 use gapless::run::RunConfig;
 use gapless::step::Step;
 
+mod csv;
 mod facts;
 
-use facts::{Columns, text};
+use facts::{Columns, preset, text};
 
 #[derive(Parser)]
 #[command(about = "Published throughputs, and ours")]
@@ -82,23 +83,9 @@ fn cases(path: &Path) -> Result<Vec<Case>> {
     Ok(facts::read(path)?.into_iter().filter_map(case).collect())
 }
 
-/// Returns the preset of a published model.
-fn preset(model: &str) -> Option<&'static str> {
-    Some(match model {
-        "Llama 3.1 8B" => "llama3-8b",
-        "LLAMA3_70B" | "Llama 3.1 70B" => "llama3-70b",
-        "LLAMA3.1_405B" | "Llama 3.1 405B" => "llama3-405b",
-        "Qwen3_30B_a3B" => "qwen3-30b-a3b",
-        "Qwen3_235B_a22B" => "qwen3-235b-a22b",
-        "DeepSeekV3" => "deepseek-v3",
-        _ => return None,
-    })
-}
-
 impl Case {
-    /// Returns a number, or 1 if the column has none.
     fn number(&self, key: &str) -> usize {
-        text(&self.columns, key).parse().unwrap_or(1)
+        facts::number(&self.columns, key)
     }
 
     /// The type in which products of layers are computed.
@@ -257,8 +244,7 @@ mod tests {
         let (mut tables, mut known) = (HashMap::<String, Vec<(f64, f64)>>::new(), HashMap::new());
         for case in cases(&facts).unwrap().iter().take(if is_slow { usize::MAX } else { 1 }) {
             let estimate = case.estimate(&mut known).unwrap();
-            let line = case.line(estimate);
-            assert!(page.lines().any(|known| known == line), "the page has another line than\n{line}");
+            gapless_testing::assert_on_page("docs/published_times.md", &case.line(estimate));
             tables.entry(case.table.clone()).or_default().push((case.measured, estimate));
         }
         for (table, pairs) in tables.iter().filter(|(_, pairs)| pairs.len() > 1) {

@@ -9,7 +9,7 @@ use gapless::allocators::{Comparison, Kind, Report, Requests, compare};
 use gapless::run::RunConfig;
 use gapless::step::Step;
 
-use super::facts::{self, Columns, text};
+use super::facts::{self, Columns, preset, text};
 
 /// A run of torchtitan.
 pub struct Case {
@@ -41,17 +41,13 @@ pub fn cases(path: &Path) -> Result<Vec<Case>> {
 
 impl Case {
     fn number(&self, key: &str) -> usize {
-        text(&self.columns, key).parse().unwrap_or(1)
+        facts::number(&self.columns, key)
     }
 
     fn run(&self) -> Result<RunConfig> {
         let [tensor, context, pipeline, data] = ["tp", "cp", "pp", "dp"].map(|key| self.number(key));
-        let model = match text(&self.columns, "model") {
-            "Llama 3.1 8B" => "llama3-8b",
-            "Llama 3.1 70B" => "llama3-70b",
-            "Llama 3.1 405B" => "llama3-405b",
-            other => anyhow::bail!("no preset for {other}"),
-        };
+        let model = text(&self.columns, "model");
+        let model = preset(model).with_context(|| format!("no preset for {model}"))?;
         let note = text(&self.columns, "note");
         // A pipeline has as many micro-batches as stages, unless it is told otherwise.
         let (chunks, schedule) = if note.contains("interleaved") { (2, "interleaved") } else { (1, "1f1b") };
@@ -135,8 +131,7 @@ mod tests {
         let mut errors = Vec::new();
         for case in cases(&facts).unwrap().iter().take(if is_slow { usize::MAX } else { 1 }) {
             let bytes = case.bytes().unwrap();
-            let line = case.line(bytes);
-            assert!(page.lines().any(|known| known == line), "the page has another line than\n{line}");
+            gapless_testing::assert_on_page("docs/published_bytes.md", &case.line(bytes));
             errors.push(case.error(bytes).abs());
         }
         errors.sort_by(f64::total_cmp);

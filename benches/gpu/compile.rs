@@ -22,7 +22,7 @@ pub struct Arguments {
     #[arg(long, value_delimiter = ',', default_value = "sm_80,sm_90,sm_90a,sm_100")]
     architectures: Vec<Architecture>,
     /// Maximum bytes that a thread of a kernel may spill to local memory, or read back
-    #[arg(long, default_value_t = 48)]
+    #[arg(long, default_value_t = 16)]
     most_spilled: u32,
 }
 

@@ -19,6 +19,9 @@ use gapless::run::RunConfig;
 use gapless::step::{ExpertLoad, Step};
 use serde::Deserialize;
 
+#[path = "../csv.rs"]
+mod csv;
+
 #[derive(Parser)]
 #[command(about = "Steps of papers: their results and ours")]
 struct Args {
@@ -256,9 +259,8 @@ fn outcome(entry: &Entry) -> Outcome {
 
 /// Returns the papers' results about a row of `rows.toml`.
 fn facts(row: &str) -> Result<Vec<Fact>> {
-    let mut lines = csv(include_str!("papers.csv"));
-    lines.remove(0);
-    let of_row = lines.into_iter().filter(|fields| fields.get(2).is_some_and(|name| name == row));
+    let lines = include_str!("papers.csv").lines().skip(1).map(csv::fields);
+    let of_row = lines.filter(|fields| fields.get(2).is_some_and(|name| name == row));
     of_row
         .map(|fields| {
             let fields: [String; 9] = fields.try_into().ok().context("papers.csv has lines of nine fields")?;
@@ -267,22 +269,6 @@ fn facts(row: &str) -> Result<Vec<Fact>> {
             Ok(Fact { paper: format!("{paper}, {place}: {note}"), allocator, figure, range, unit })
         })
         .collect()
-}
-
-/// Parses comma-separated fields, some of which are quoted.
-fn csv(text: &str) -> Vec<Vec<String>> {
-    let line = |line: &str| {
-        let (mut fields, mut is_quoted) = (vec![String::new()], false);
-        for letter in line.chars() {
-            match letter {
-                '"' => is_quoted = !is_quoted,
-                ',' if !is_quoted => fields.push(String::new()),
-                other => fields.last_mut().expect("there is one").push(other),
-            }
-        }
-        fields
-    };
-    text.lines().map(line).collect()
 }
 
 fn gb(bytes: u64) -> f64 {

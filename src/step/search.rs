@@ -156,11 +156,9 @@ impl Search {
 /// Returns a run with this configuration.
 fn configured(run: &RunConfig, layout: Layout, micro_batches: usize, recompute: &Recompute) -> RunConfig {
     let mut run = run.clone();
-    layout.apply(&mut run);
+    Candidate::new(layout, micro_batches, recompute).apply(&mut run);
     // The ranks that are reported on may not exist on every mesh.
     run.estimate.rank = "0".into();
-    run.step.micro_batches = micro_batches;
-    run.memory.recompute = recompute.clone();
     run
 }
 

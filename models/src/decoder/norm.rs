@@ -32,9 +32,7 @@ impl Norm {
             NormKind::LayerNoBias => Self::Layer(layer_norm_no_bias(width, eps, vb)?),
         })
     }
-}
 
-impl Norm {
     /// Returns a root-mean-square norm without a weight.
     pub(crate) fn no_weight(config: &LlamaConfig, width: usize, vb: &VarBuilder) -> Result<Self> {
         let ones = Tensor::ones(width, vb.dtype(), vb.device())?;

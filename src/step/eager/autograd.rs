@@ -96,9 +96,7 @@ impl Checkpoint {
             products,
         })
     }
-}
 
-impl Checkpoint {
     /// Frees the last kept result: that of a block's last product, which no formula of the block reads.
     pub fn drop_last_result(&self) {
         self.results.borrow_mut().pop_back();

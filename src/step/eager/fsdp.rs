@@ -294,6 +294,7 @@ impl Autograd {
 #[cfg(test)]
 mod tests {
     use crate::run::RunConfig;
+    use crate::step::eager::assert_refused;
     use crate::step::{EagerBytes, Step};
 
     const WIDTH: u64 = 256;
@@ -340,11 +341,7 @@ mod tests {
     #[test]
     fn what_torchtitan_does_not_do_is_refused() {
         let refuse = |keys: &[&str], words: &str| {
-            let keys: Vec<String> = keys.iter().map(|&key| key.to_owned()).collect();
-            let text = "estimate.lowering = \"fsdp2\"\nstep = { sequence = 16 }\n";
-            let error =
-                RunConfig::parse(text, &keys).and_then(|run| Step::new(&run).map(drop)).unwrap_err().to_string();
-            assert!(error.contains(words), "{error}");
+            assert_refused("estimate.lowering = \"fsdp2\"\nstep = { sequence = 16 }\n", keys, words)
         };
         refuse(&["model=small"], "step.precision: megatron and fsdp2 require bf16");
         refuse(&["model=gpt2", "step.precision=bf16"], "fsdp2 has the layers of torchtitan's Llama");

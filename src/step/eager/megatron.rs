@@ -172,6 +172,7 @@ impl Autograd {
 #[cfg(test)]
 mod tests {
     use crate::run::RunConfig;
+    use crate::step::eager::assert_refused;
     use crate::step::{EagerBytes, Step};
 
     const TOKENS: u64 = 2 * 128;
@@ -231,13 +232,8 @@ mod tests {
 
     #[test]
     fn what_megatron_does_not_do_is_refused() {
-        let refuse = |keys: &[&str], words: &str| {
-            let keys: Vec<String> = keys.iter().map(|&key| key.to_owned()).collect();
-            let text = "model = \"small\"\nstep = { sequence = 16 }\n";
-            let error =
-                RunConfig::parse(text, &keys).and_then(|run| Step::new(&run).map(drop)).unwrap_err().to_string();
-            assert!(error.contains(words), "{error}");
-        };
+        let refuse =
+            |keys: &[&str], words: &str| assert_refused("model = \"small\"\nstep = { sequence = 16 }\n", keys, words);
         refuse(&["estimate.lowering=megatron"], "step.precision: megatron and fsdp2 require bf16");
         let bf16 = ["estimate.lowering=megatron", "step.precision=bf16"];
         refuse(&[&bf16[..], &["model=mixtral8x7b"]].concat(), "megatron and fsdp2 have no experts");

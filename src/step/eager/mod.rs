@@ -254,3 +254,12 @@ impl Step {
         })
     }
 }
+
+/// Asserts that the run of a text with these keys is refused, and that the error has these words.
+#[cfg(test)]
+fn assert_refused(text: &str, keys: &[&str], words: &str) {
+    let keys: Vec<String> = keys.iter().map(|&key| key.to_owned()).collect();
+    let run = crate::run::RunConfig::parse(text, &keys);
+    let error = run.and_then(|run| Step::new(&run).map(drop)).unwrap_err().to_string();
+    assert!(error.contains(words), "{error}");
+}

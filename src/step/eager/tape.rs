@@ -1,7 +1,6 @@
 //! Reference-counted storage, and the table of its allocations and frees.
 
 use std::cell::RefCell;
-use std::collections::HashSet;
 use std::ops::Range;
 use std::rc::Rc;
 
@@ -20,9 +19,8 @@ pub struct Tape(Rc<RefCell<Events>>);
 #[derive(Debug, Default)]
 struct Events {
     now: u64,
-    buffers: Vec<(Range<u64>, u64)>,
-    /// Indices of the buffers that are allocated on streams of collectives.
-    beside: HashSet<usize>,
+    /// Lifetimes and bytes, and whether the buffer is allocated on a stream of collectives.
+    buffers: Vec<(Range<u64>, u64, bool)>,
     is_muted: bool,
 }
 
@@ -91,14 +89,15 @@ impl Tape {
     /// Allocates a tensor on a stream of collectives.
     pub fn beside(&self, elements: u64, dtype: u64) -> Tensor {
         let tensor = self.new_tensor(elements, 1, dtype);
-        self.0.borrow_mut().beside.extend(tensor.storage.index);
+        if let Some(index) = tensor.storage.index {
+            self.0.borrow_mut().buffers[index].2 = true;
+        }
         tensor
     }
 
     /// Returns for each buffer whether it is allocated on a stream of collectives.
     pub fn are_beside(&self) -> Vec<bool> {
-        let events = self.0.borrow();
-        (0..events.buffers.len()).map(|index| events.beside.contains(&index)).collect()
+        self.0.borrow().buffers.iter().map(|buffer| buffer.2).collect()
     }
 
     /// Returns a tensor without memory of its own.
@@ -129,7 +128,7 @@ impl Tape {
             return None;
         }
         let now = events.now;
-        events.buffers.push((now..u64::MAX, bytes));
+        events.buffers.push((now..u64::MAX, bytes, false));
         events.now += 1;
         Some(events.buffers.len() - 1)
     }
@@ -148,7 +147,7 @@ impl Tape {
     /// also from the first.
     pub fn into_buffers(self, is_steady: bool) -> Vec<Buffer> {
         let events = self.0.borrow();
-        let buffer = |(lifetime, bytes): &(Range<u64>, u64)| match lifetime.end {
+        let buffer = |(lifetime, bytes, _): &(Range<u64>, u64, bool)| match lifetime.end {
             u64::MAX => Buffer::new(if is_steady { 0 } else { lifetime.start }..events.now, *bytes),
             _ => Buffer::new(lifetime.clone(), *bytes),
         };

@@ -7,7 +7,7 @@ use super::fused::generated;
 use crate::cuda::{Architecture, Cache, Family, Nvrtc};
 
 /// The maximum size of a thread's spill stores and loads in bytes. It is the same as in `gpu compile`.
-const MOST_SPILLED: u32 = 48;
+const MOST_SPILLED: u32 = 16;
 
 #[test]
 fn kernels_compile_for_every_architecture() {

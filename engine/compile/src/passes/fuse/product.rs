@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 
 use gapless_kernels::cuda::launch::Epilogue;
-use gapless_kernels::cuda::{Launch, Operand, Operands, Product};
+use gapless_kernels::cuda::{Launch, Operand, Operands};
 
 use gapless_kernels::cuda::generate::Source;
 
@@ -131,19 +131,16 @@ pub(super) fn product(fused: &Fused, operands: &Operands<'_>) -> Option<Vec<Laun
     let inputs: Vec<Operand> = first.inputs.iter().map(|(source, _)| from_memory(*source)).collect::<Option<_>>()?;
     let alone = Operands { inputs: &inputs, outputs: &[output(1)?], accumulate: 0, ..*operands };
     let mut launches = first.op.cuda(&alone)?;
-    let Some(Launch::Product(product)) = launches.pop() else { return None };
-    let with_epilogue = match EpilogueKind::from_fusible(&second.op.cuda_fusible()?)? {
-        EpilogueKind::Gelu => {
-            Product { epilogue: Epilogue::Gelu { kept: output(0).map(|kept| kept.address) }, ..product }
-        }
+    let Some(Launch::Product(product)) = launches.last_mut() else { return None };
+    match EpilogueKind::from_fusible(&second.op.cuda_fusible()?)? {
+        EpilogueKind::Gelu => product.epilogue = Epilogue::Gelu { kept: output(0).map(|kept| kept.address) },
         EpilogueKind::GeluGrad => {
-            Product { epilogue: Epilogue::GeluGrad { of: from_memory(second.inputs[0].0)?.address }, ..product }
+            product.epilogue = Epilogue::GeluGrad { of: from_memory(second.inputs[0].0)?.address }
         }
         EpilogueKind::Add => {
             let other = second.inputs.iter().find_map(|(source, _)| from_memory(*source))?;
-            Product { onto: Some(other.address), ..product }
+            product.onto = Some(other.address);
         }
-    };
-    launches.push(Launch::Product(with_epilogue));
+    }
     Some(launches)
 }

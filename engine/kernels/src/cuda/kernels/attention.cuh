@@ -45,7 +45,9 @@ struct AttentionArguments {
     // The number of most recent keys that a query sees; 0 for all.
     u64 window;
     // The number of keys of a chunk, of which a query sees its own; 0 for all. Chunks begin at the query's start.
-    u64 chunk_size;
+    u32 chunk_size;
+    // (2^32 - 1) / chunk_size, rounded down.
+    u32 chunk_inverse;
     f32 scale;
     // If above 0, a score s is replaced by cap·tanh(s/cap).
     f32 cap;
@@ -117,10 +119,15 @@ struct AttentionArguments {
 
     // The first key that a query sees whose keys begin at `start`, and which sees keys before `seen`.
     __device__ __forceinline__ u64 first_key_from(u64 start, u64 seen) const {
-        const u64 last = seen > 0 ? seen - 1 : 0, begin = smaller(start, last);
-        const u64 in_chunk = chunk_size ? last - u32(last - begin) % u32(chunk_size) : begin;
-        const u64 in_window = window && seen > window ? seen - window : 0;
-        return in_chunk > in_window ? in_chunk : in_window;
+        const u32 last = u32(seen) > 0 ? u32(seen) - 1 : 0;
+        u32 back = u32(start) < last ? last - u32(start) : 0;
+        if (chunk_size) {
+            // The quotient may be too small by one. A division would take more registers.
+            back -= __umulhi(back, chunk_inverse) * chunk_size;
+            if (back >= chunk_size) back -= chunk_size;
+        }
+        if (window && back >= window) back = u32(window) - 1;
+        return last - back;
     }
 
     // The first key that any of ROWS queries from `first` on sees. Must be called by whole warps. f32 is exact because

@@ -45,7 +45,8 @@ pub(super) struct AttentionArguments {
     pub(super) at_dv: HeadStrides,
     pub(super) starts: u64,
     pub(super) window: u64,
-    pub(super) chunk_size: u64,
+    pub(super) chunk_size: u32,
+    pub(super) chunk_inverse: u32,
     pub(super) scale: f32,
     pub(super) cap: f32,
     pub(super) is_causal: u32,
@@ -235,6 +236,7 @@ impl AttentionArguments {
         let (&[_, heads, queries, head_size], &[_, kv_heads, keys, _]) = (q.dims(), k.dims()) else { return None };
         let &[_, _, _, value_size] = v.dims() else { return None };
         let chunks = |of: Fold| [of.chunk(), of.place(0), of.place(of.chunk()), of.round()].map(|tokens| tokens as u32);
+        let chunk_size = of.chunk.map_or(0, |chunk| chunk.min(1 << 31) as u32);
         let [chunk, near, far, round] = of.places.map_or([0; 4], chunks);
         let [heads, queries, head_size, kv_heads, keys, value_size] =
             [heads, queries, head_size, kv_heads, keys, value_size].map(|extent| extent as u64);
@@ -264,7 +266,8 @@ impl AttentionArguments {
             at_dv: HeadStrides::default(),
             starts: starts.map_or(0, |starts| starts.address),
             window: of.window.unwrap_or(0) as u64,
-            chunk_size: of.chunk.map_or(0, |chunk| chunk.min(1 << 31) as u64),
+            chunk_size,
+            chunk_inverse: u32::MAX / chunk_size.max(1),
             scale: of.scale,
             cap: of.cap,
             is_causal: u32::from(of.is_causal),

@@ -100,6 +100,7 @@ static T __shfl_xor_sync(unsigned, T x, unsigned distance) {
 static inline float __fadd_rn(float a, float b) { return a + b; }
 static inline float __fmul_rn(float a, float b) { return a * b; }
 
+static inline unsigned __umulhi(unsigned a, unsigned b) { return unsigned((unsigned long long)a * b >> 32); }
 static inline int __popc(unsigned x) { return __builtin_popcount(x); }
 
 static inline unsigned __float_as_uint(float x) {
