@@ -179,7 +179,10 @@ impl<'p> Ejection<'p> {
         let item = self.part.items[i as usize];
         let looked = self.index.beside(item, &mut self.met);
         self.obstacles.fill(&self.met, &self.price);
-        budget.spend(WORK_PER_STEP + (looked + 2 * self.met.len() as u64) / 8 + 2 * self.obstacles.lower.len() as u64);
+        // Thousands of ranges take more time for each, since they leave the processor's cache.
+        let ranges = self.obstacles.ranges.len() as u64;
+        let per_range = u64::from((ranges + 1).ilog2()).saturating_sub(10).max(2);
+        budget.spend(WORK_PER_STEP + (looked + 2 * self.met.len() as u64) / 8 + per_range * ranges);
         let random = mix(self.steps, u64::MAX);
         let Some(choice) = self.obstacles.cheapest(item.bytes, item.alignment, self.ceiling, random) else {
             return false;
