@@ -74,6 +74,10 @@ impl Family {
         lines.flat_map(|text| text.lines().map(of_line).collect::<Vec<_>>()).collect()
     }
 
+    pub fn is_multimodal(&self) -> bool {
+        self.record["config"].get("vision_config").is_some()
+    }
+
     fn u32s(&self, name: &str) -> Vec<u32> {
         serde_json::from_value(self.record[name].clone()).unwrap()
     }
@@ -192,11 +196,12 @@ fn each_family_continues_a_text_like_transformers() {
     });
 }
 
-/// Experts, whose tensors have names and layouts of their own, are saved as they were read.
+/// Experts, whose tensors have names and layouts of their own, are saved as they were read, and so are all parts of
+/// multimodal models.
 #[test]
-fn experts_keep_their_bits() {
+fn experts_and_other_parts_keep_their_bits() {
     compare(|family, path| {
-        if !family.record["config"].to_string().contains("experts_per_tok") {
+        if !family.is_multimodal() && !family.record["config"].to_string().contains("experts_per_tok") {
             return Ok(None);
         }
         let folder = Folder::open(path)?;

@@ -148,7 +148,7 @@ pub(super) fn layout(config: &Config, stored: &BTreeSet<&str>) -> Vec<ParameterL
     // Interleaved tensors have the names of others.
     let names = names.filter(|_| config.expert_names() != GPT_OSS).unwrap_or(config.expert_names());
     let place = |(parameter, shape): (&str, &[usize])| {
-        let pieces = match (config.is_gpt2(), parameter.split_once(".experts.")) {
+        let mut pieces = match (config.is_gpt2(), parameter.split_once(".experts.")) {
             (true, _) => {
                 let (name, transposed) = gpt2::stored(parameter, prefix);
                 let shape: Vec<usize> = if transposed { shape.iter().rev().copied().collect() } else { shape.to_vec() };
@@ -169,6 +169,9 @@ pub(super) fn layout(config: &Config, stored: &BTreeSet<&str>) -> Vec<ParameterL
                 None => vec![whole(dense(&names, parameter), shape.to_vec())],
             },
         };
+        for piece in &mut pieces {
+            piece.stored = config.stored(std::mem::take(&mut piece.stored));
+        }
         ParameterLayout { parameter: parameter.to_owned(), pieces }
     };
     config.parameters().map(place).collect()
@@ -227,10 +230,12 @@ fn experts(names: &ExpertNames, block: &str, part: &str, shape: &[usize]) -> Vec
 }
 
 /// True if a stored tensor is not part of the model but is common in published files, and may therefore be skipped: a
-/// causal mask, a table of frequencies, a tied head, or a layer that predicts further tokens.
+/// causal mask, a table of frequencies, a tied head, a layer that predicts further tokens, or another part of a multimodal
+/// model.
 pub(super) fn is_known_buffer(config: &Config, name: &str, shape: &[usize]) -> bool {
     let is_mask = name.ends_with(".bias") && shape.len() == 4 && shape[..2] == [1, 1];
     config.is_unread(name)
+        || config.text_part().is_some_and(|part| part.is_of_other(name))
         || is_mask
         || [".attn.masked_bias", ".attention.masked_bias"].iter().any(|end| name.ends_with(end))
         || (!config.is_gpt2() && name.ends_with(".rotary_emb.inv_freq"))

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 torch.set_num_threads(1)
 transformers.utils.logging.disable_progress_bar()
@@ -26,11 +26,14 @@ LOSS = 1e-5
 
 @torch.no_grad()
 def differences(case):
-    model, info = AutoModelForCausalLM.from_pretrained(case["folder"], dtype=torch.float32, attn_implementation="eager",
-                                                       experts_implementation="eager", local_files_only=True,
-                                                       output_loading_info=True)
+    config = AutoConfig.from_pretrained(case["folder"])
+    # A saved multimodal model is opened as a whole. An adapter is opened on the model that transformers opens for texts.
+    is_text = type(config) in AutoModelForCausalLM._model_mapping and (case["adapter"] or not hasattr(config, "vision_config"))
+    opened = AutoModelForCausalLM if is_text else AutoModelForImageTextToText
+    model, info = opened.from_pretrained(case["folder"], dtype=torch.float32, attn_implementation="eager",
+                                         experts_implementation="eager", local_files_only=True, output_loading_info=True)
     for what, found in info.items():
-        if found:
+        if found and not case["adapter"]:
             yield f"{what}: {sorted(map(str, found))[:4]}"
     if case["adapter"]:
         model = PeftModel.from_pretrained(model, case["adapter"])
