@@ -250,6 +250,26 @@ fn written(name: &str) -> tempfile::TempDir {
     folder
 }
 
+/// The published files of Qwen3-VL have the weights of experts transposed.
+#[test]
+fn transposed_experts_are_those_of_the_others() {
+    let folder = written("qwen3_vl_moe");
+    let loss = || {
+        let folder = Folder::open(folder.path()).unwrap();
+        let mut trainer = Trainer::new(|vb| folder.model(vb), options(SEQUENCE)).unwrap();
+        folder.load(&mut trainer).unwrap();
+        trainer.evaluate(&[5; 2 * SEQUENCE], &[6; 2 * SEQUENCE]).unwrap()
+    };
+    let before = loss();
+    let file = folder.path().join("model.safetensors");
+    let mut tensors = candle_core::safetensors::load(&file, &Device::Cpu).unwrap();
+    for (_, tensor) in tensors.iter_mut().filter(|(name, _)| name.contains(".experts.")) {
+        *tensor = tensor.transpose(1, 2).unwrap().contiguous().unwrap();
+    }
+    candle_core::safetensors::save(&tensors, file).unwrap();
+    assert_eq!(loss(), before);
+}
+
 /// Muon's hidden matrices are neither the head, whatever its name, nor the biases of experts. Other rules train these
 /// biases, too.
 #[test]

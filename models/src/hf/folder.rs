@@ -50,7 +50,8 @@ impl Folder {
         let mut config = Config::read(path.join("config.json"))?;
         let mut problems = Vec::new();
         let (files, metadata, places) = open_files(&path, &mut problems)?;
-        let stored: BTreeSet<&str> = places.keys().map(String::as_str).collect();
+        let shape = |(name, &at): (&'_ String, &usize)| files[at].info(name).map_or(&[][..], |info| &info.shape);
+        let stored: BTreeMap<&str, &[usize]> = places.iter().map(|place| (place.0.as_str(), shape(place))).collect();
         if let Some(part) = config.text_part_mut() {
             part.find(&stored);
         }

@@ -8,7 +8,7 @@
 //!                                             or  ◀── ….experts.gate_up_proj [E, 2I, H], rows 0..I of each expert
 //! ```
 
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
 use std::ops::Range;
 
 use super::config::Config;
@@ -137,16 +137,26 @@ pub(super) const GRANITE: ExpertNames = ExpertNames {
     ..NUMBERED
 };
 
-/// Returns the location of every parameter. The stored names decide between the possible layouts. If they do not, the
-/// layout is that in which transformers writes the family.
-pub(super) fn layout(config: &Config, stored: &BTreeSet<&str>) -> Vec<ParameterLayout> {
-    let prefix = if stored.iter().any(|name| name.starts_with("transformer.")) { "transformer." } else { "" };
+/// Returns the location of every parameter. The stored names, with the shapes of their tensors, decide between the possible
+/// layouts. If they do not, the layout is that in which transformers writes the family.
+pub(super) fn layout(config: &Config, stored: &BTreeMap<&str, &[usize]>) -> Vec<ParameterLayout> {
+    let prefix = if stored.keys().any(|name| name.starts_with("transformer.")) { "transformer." } else { "" };
     let names = [NUMBERED, FUSED, MIXTRAL, GRANITE].into_iter().find(|names| {
         let down = names.projections[2].replace("{}", "0");
-        stored.iter().any(|name| name.ends_with(&down))
+        stored.keys().any(|name| name.ends_with(&down))
     });
     // Interleaved tensors have the names of others.
-    let names = names.filter(|_| config.expert_names() != GPT_OSS).unwrap_or(config.expert_names());
+    let mut names = names.filter(|_| config.expert_names() != GPT_OSS).unwrap_or(config.expert_names());
+    // The published files of Qwen3-VL have the weights of all experts transposed.
+    let is_transposed = |(parameter, shape): (&str, &[usize])| {
+        parameter.ends_with(".experts.down_proj")
+            && stored
+                .get(&*config.stored(parameter.to_owned()))
+                .is_some_and(|found| shape != *found && found.iter().eq([shape[0], shape[2], shape[1]].iter()))
+    };
+    if config.is_multimodal() && config.parameters().any(is_transposed) {
+        names.fused = Fused::Columns;
+    }
     let place = |(parameter, shape): (&str, &[usize])| {
         let mut pieces = match (config.is_gpt2(), parameter.split_once(".experts.")) {
             (true, _) => {

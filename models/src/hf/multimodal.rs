@@ -6,7 +6,7 @@
 //! The text part of a multimodal model gets ordinary rotary positions from texts: all three coordinates of a text token
 //! (M-RoPE, Qwen2-VL, arXiv 2409.12191) are its position.
 
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
 
 use serde_json::{Map, Value, json};
 
@@ -121,8 +121,8 @@ impl TextPart {
     }
 
     /// Finds the names of the text part among those in the files.
-    pub fn find(&mut self, stored: &BTreeSet<&str>) {
-        let is_stored = |name: &&&str, of: &str| stored.contains(format!("{name}{of}").as_str());
+    pub fn find(&mut self, stored: &BTreeMap<&str, &[usize]>) {
+        let is_stored = |name: &&&str, of: &str| stored.contains_key(format!("{name}{of}").as_str());
         let decoder = STORED.iter().find(|name| is_stored(name, ".embed_tokens.weight"));
         let head = HEADS.iter().find(|name| is_stored(name, ".weight"));
         self.stored = [decoder.unwrap_or(&self.stored[0]), head.unwrap_or(&self.stored[1])];
@@ -191,12 +191,22 @@ impl Text {
             ]),
             "qwen3_vl_text" => defaults.push(("rope_theta", json!(5e5))),
             "qwen3_vl_moe_text" => {
-                defaults.extend([("num_key_value_heads", json!(16)), ("rope_theta", json!(5e5))]);
+                // Its routers always renormalise.
+                part.insert("norm_topk_prob".to_owned(), json!(true));
+                defaults.extend([
+                    ("num_key_value_heads", json!(16)),
+                    ("rope_theta", json!(5e5)),
+                    ("num_experts_per_tok", json!(4)),
+                    ("moe_intermediate_size", json!(1408)),
+                ]);
             }
             _ => {}
         }
         for (name, value) in defaults {
             part.entry(name).or_insert(value);
+        }
+        if self.name == self.family {
+            return;
         }
         for name in ["rope_parameters", "rope_scaling"] {
             let Some(rope) = part.get_mut(name).and_then(Value::as_object_mut) else { continue };

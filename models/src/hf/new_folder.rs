@@ -4,7 +4,7 @@
 //! Never: a config.json that is read as another architecture, because every config.json is read back and compared
 //! before it is used.
 
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -166,7 +166,7 @@ impl NewFolder {
 
     fn write_weights(&self, trainer: &Trainer, path: &Path, dtype: Dtype) -> Result<()> {
         // A GPT-2 is written with the prefix `transformer.`, which stored names decide.
-        let layout = layout(&self.config, &BTreeSet::from(["transformer."]));
+        let layout = layout(&self.config, &BTreeMap::from([("transformer.", &[][..])]));
         let mut origins = origins(&layout, &self.config);
         if self.config.tied_to().is_some() {
             origins.remove(&self.config.head());
