@@ -270,6 +270,35 @@ fn transposed_experts_are_those_of_the_others() {
     assert_eq!(loss(), before);
 }
 
+/// The text part of a multimodal model has older and newer names in files.
+#[test]
+fn each_name_of_a_text_part_is_read() {
+    let folder = written("llava");
+    let file = folder.path().join("model.safetensors");
+    let tensors = candle_core::safetensors::load(&file, &Device::Cpu).unwrap();
+    let losses = [
+        ["language_model.model.", "language_model.lm_head."],
+        ["model.language_model.", "lm_head."],
+        ["model.", "lm_head."],
+        ["language_model.", "lm_head."],
+    ]
+    .map(|[decoder, head]| {
+        let renamed = |name: &String| {
+            let of_decoder = name.strip_prefix("language_model.model.").map(|rest| format!("{decoder}{rest}"));
+            let renamed =
+                of_decoder.or_else(|| Some(format!("{head}{}", name.strip_prefix("language_model.lm_head.")?)));
+            renamed.unwrap_or_else(|| name.clone())
+        };
+        let tensors = tensors.iter().map(|(name, tensor)| (renamed(name), tensor.clone())).collect();
+        candle_core::safetensors::save(&tensors, &file).unwrap();
+        let folder = Folder::open(folder.path()).unwrap();
+        let mut trainer = Trainer::new(|vb| folder.model(vb), options(SEQUENCE)).unwrap();
+        folder.load(&mut trainer).unwrap();
+        trainer.evaluate(&[5; 2 * SEQUENCE], &[6; 2 * SEQUENCE]).unwrap()
+    });
+    assert!(losses.iter().all(|loss| *loss == losses[0]), "{losses:?}");
+}
+
 /// Muon's hidden matrices are neither the head, whatever its name, nor the biases of experts. Other rules train these
 /// biases, too.
 #[test]

@@ -101,7 +101,8 @@ impl Adapter {
         let file = TensorFile::open(weights)?;
         if is_pattern {
             let names = file.tensors().map(|(name, ..)| name);
-            lora.targets = names.filter_map(|name| Some(adapted(&name)?.to_owned())).collect();
+            let layers: BTreeSet<String> = names.filter_map(|name| Some(adapted(&name)?.to_owned())).collect();
+            lora.targets = layers.into_iter().collect();
         }
         Ok(Self { path, config, lora, base, file })
     }

@@ -26,15 +26,18 @@ LOSS = 1e-5
 
 @torch.no_grad()
 def differences(case):
+    # transformers opens a multimodal model as a whole, and some of them as their text part.
     config = AutoConfig.from_pretrained(case["folder"])
-    # A saved multimodal model is opened as a whole. An adapter is opened on the model that transformers opens for texts.
-    is_text = type(config) in AutoModelForCausalLM._model_mapping and (case["adapter"] or not hasattr(config, "vision_config"))
-    opened = AutoModelForCausalLM if is_text else AutoModelForImageTextToText
-    model, info = opened.from_pretrained(case["folder"], dtype=torch.float32, attn_implementation="eager",
-                                         experts_implementation="eager", local_files_only=True, output_loading_info=True)
+    whole = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+    text = AutoModelForCausalLM if type(config) in AutoModelForCausalLM._model_mapping else whole
+    load = lambda model: model.from_pretrained(case["folder"], dtype=torch.float32, attn_implementation="eager",
+                                               experts_implementation="eager", local_files_only=True, output_loading_info=True)
+    model, info = load(whole)
     for what, found in info.items():
-        if found and not case["adapter"]:
+        if found:
             yield f"{what}: {sorted(map(str, found))[:4]}"
+    if text is not whole:
+        model, _ = load(text)
     if case["adapter"]:
         model = PeftModel.from_pretrained(model, case["adapter"])
         result = model.load_adapter(case["adapter"], "again")
