@@ -62,7 +62,7 @@ fn whole(settings: &Path) -> Option<Folder> {
     else {
         return None;
     };
-    match Folder::open(&base) {
+    match Folder::open(&base).and_then(|folder| folder.check_saved().map(|()| folder)) {
         Ok(folder) if folder.config().architecture() == config.architecture() => return Some(folder),
         Ok(_) => tracing::warn!(base = %base.display(), "the text part is written alone: its base has been changed"),
         Err(error) => tracing::warn!(%error, "the text part is written alone, without the other parts of the model"),

@@ -107,8 +107,8 @@ impl Folder {
         max_shard_size: Option<u64>,
         tokenizer: &Path,
     ) -> Result<()> {
+        self.check_saved()?;
         let tensors = self.saved_tensors();
-        self.check_others(&tensors)?;
         copy_settings(&self.path, to)?;
         copy_files(&self.path, &PROCESSOR, to)?;
         copy_tokenizer(tokenizer, to)?;
@@ -147,15 +147,18 @@ impl Folder {
         tensors
     }
 
-    /// Checks that the other parts of a multimodal model are not quantized. They are copied, and the saved config.json says
+    /// Checks that [`Self::save`] can save a folder like this one.
+    ///
+    /// # Errors
+    /// Returns an error if other parts of a multimodal model are quantized: they are copied, but the saved config.json says
     /// that nothing is quantized.
-    fn check_others(&self, tensors: &SavedTensors) -> Result<()> {
+    pub fn check_saved(&self) -> Result<()> {
         let (Some(part), Some(_)) = (self.config.text_part(), self.config.quantization()) else { return Ok(()) };
-        match tensors.iter().find(|(name, tensor)| part.is_of_other(name) && !is_supported(tensor.dtype)) {
+        match self.saved_tensors().iter().find(|(name, tensor)| part.is_of_other(name) && !is_supported(tensor.dtype)) {
             None => Ok(()),
             Some((name, tensor)) => {
                 let why = format!("{name}, of a part that is not read, is quantized ({})", tensor.dtype);
-                let remedy = "save the adapter, and merge it into a folder that is not quantized";
+                let remedy = "train an adapter, and merge it into the folder that is not quantized";
                 Err(TrainError::config("model", why, remedy).into())
             }
         }
