@@ -280,6 +280,11 @@ fn multimodal_models_that_cannot_be_read_are_refused_with_the_reason() {
             ),
             ["architectures", "Gemma3ForSequenceClassification"],
         ),
+        (
+            multimodal("gemma3", small("gemma3_text", json!({ "final_logit_softcapping": 30.0 })), json!({})),
+            ["text_config.logit_scale", "final_logit_softcapping"],
+        ),
+        (multimodal("aya_vision", small("cohere2", json!({})), json!({})), ["aya_vision", "factor of the logits"]),
         (multimodal("mllama", small("mllama_text_model", json!({})), json!({})), ["mllama", "attention to images"]),
         (multimodal("paligemma", small("gemma", json!({})), json!({})), ["paligemma", "later ones"]),
         (multimodal("qwen3_5", small("qwen3_5_text", json!({})), json!({})), ["qwen3_5", "linear attention"]),

@@ -130,8 +130,14 @@ impl Config {
             }
             _ => 0..0,
         };
-        if let Some(TextPart { decoder, .. }) = text_part {
-            architecture.set_decoder(decoder);
+        if let Some(part) = &text_part {
+            architecture.set_decoder(part.decoder);
+            let changed = |llama: &LlamaConfig| llama.traits.logit_scale != 1.0 || llama.logit_cap.is_some();
+            if part.has_plain_head() && architecture.llama().is_some_and(changed) {
+                let options = "logit_scale, logits_scaling or final_logit_softcapping";
+                let supported = "no factor and no cap of the logits, which transformers leaves out of the whole model";
+                fields.unsupported(options, &"given".into(), supported);
+            }
         }
         let (quantization, rounding) = quantized::take(&mut fields);
         known::take(&mut fields);

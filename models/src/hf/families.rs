@@ -580,7 +580,8 @@ pub(super) const FAMILIES: &[Family] = &[
 ];
 
 /// Families that cannot be read, with the part that is missing.
-pub(super) const REFUSED: [(&str, &str); 24] = [
+pub(super) const REFUSED: [(&str, &str); 25] = [
+    ("aya_vision", "a factor of the logits, which transformers leaves out of the whole model"),
     ("bamba", STATE_SPACE),
     ("falcon_h1", STATE_SPACE),
     ("falcon_mamba", STATE_SPACE),

@@ -12,8 +12,7 @@ use serde_json::{Map, Value, json};
 
 /// The families of multimodal models: the option `model_type`, that of the text part if `text_config` does not name it, and
 /// the path of the decoder in the model that transformers opens.
-const FAMILIES: [(&str, &str, &str); 14] = [
-    ("aya_vision", "cohere2", LANGUAGE),
+const FAMILIES: [(&str, &str, &str); 13] = [
     ("gemma3", "gemma3_text", LANGUAGE),
     ("glm4v", "glm4v_text", LANGUAGE),
     ("idefics3", "llama", "model.text_model"),
@@ -118,6 +117,11 @@ impl TextPart {
         let path = if nested.is_some() { "text_config." } else { "" };
         let class = known.map(|text| text.class);
         Some((Self { options: part, class, decoder, stored: [decoder, HEADS[0]] }, path))
+    }
+
+    /// True if the head is that of the whole model, which computes logits without a factor and without a cap.
+    pub fn has_plain_head(&self) -> bool {
+        self.decoder != "model"
     }
 
     /// Finds the names of the text part among those in the files.

@@ -112,12 +112,11 @@ CASES = [
 ]
 
 MORE = [
-    ("gemma3_linear", "gemma3", dict(text_config=small(num_hidden_layers=7, head_dim=16, sliding_window=5, pad_token_id=0, rope_parameters={
+    ("gemma3_whole_linear", "gemma3", dict(text_config=small(num_hidden_layers=7, head_dim=16, sliding_window=5, pad_token_id=0, rope_parameters={
         FULL: dict(rope_type="linear", factor=8.0, rope_theta=1e6), SLIDING: dict(rope_type="default", rope_theta=1e4)}), vision_config=VISION, mm_tokens_per_image=4)),
     ("mistral3_ministral3", "mistral3", dict(text_config=small(model_type="ministral3", head_dim=12, **rope(**LLAMA4_LONG)), vision_config=dict(VISION, head_dim=8))),
     ("llava_mistral", "llava", dict(text_config=small(model_type="mistral", sliding_window=5, tie_word_embeddings=True), vision_config=CLIP)),
     ("llava_next", "llava_next", dict(text_config=small(model_type="qwen2"), vision_config=CLIP)),
-    ("aya_vision", "aya_vision", dict(text_config=small(model_type="cohere2", num_hidden_layers=4, sliding_window=6), vision_config=VISION)),
     ("smolvlm", "smolvlm", dict(text_config=small(model_type="llama", tie_word_embeddings=True), vision_config=VISION)),
     ("internvl_qwen3", "internvl", dict(text_config=small(model_type="qwen3", head_dim=12), vision_config=dict(VISION, image_size=[8, 8], patch_size=[4, 4]), tie_word_embeddings=False)),
     ("qwen2_vl_window", "qwen2_vl", dict(text_config=small(num_hidden_layers=3, use_sliding_window=True, sliding_window=5, max_window_layers=1, **rope(**MROPE)),
