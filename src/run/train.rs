@@ -656,6 +656,9 @@ fn trainer(
     let (architecture, folder) = config.model(vocabulary).open()?;
     let mut trainer = Trainer::builder(|vb| architecture.model(vb), options).distributed(world).build()?;
     if let Some(folder) = folder.filter(|_| is_new) {
+        if !matches!(config.trainable, Trainable::Lora(_)) {
+            folder.check_saved()?;
+        }
         folder.load(&mut trainer)?;
     }
     Ok(trainer)

@@ -74,6 +74,10 @@ impl Family {
         lines.flat_map(|text| text.lines().map(of_line).collect::<Vec<_>>()).collect()
     }
 
+    pub fn is_multimodal(&self) -> bool {
+        self.record["config"].get("vision_config").is_some()
+    }
+
     fn u32s(&self, name: &str) -> Vec<u32> {
         serde_json::from_value(self.record[name].clone()).unwrap()
     }
@@ -192,11 +196,12 @@ fn each_family_continues_a_text_like_transformers() {
     });
 }
 
-/// Experts, whose tensors have names and layouts of their own, are saved as they were read.
+/// Experts, whose tensors have names and layouts of their own, are saved as they were read, and so are all parts of
+/// multimodal models.
 #[test]
-fn experts_keep_their_bits() {
+fn experts_and_other_parts_keep_their_bits() {
     compare(|family, path| {
-        if !family.record["config"].to_string().contains("experts_per_tok") {
+        if !family.is_multimodal() && !family.record["config"].to_string().contains("experts_per_tok") {
             return Ok(None);
         }
         let folder = Folder::open(path)?;
@@ -243,6 +248,55 @@ fn written(name: &str) -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
     family.write(folder.path());
     folder
+}
+
+/// The published files of Qwen3-VL have the weights of experts transposed.
+#[test]
+fn transposed_experts_are_those_of_the_others() {
+    let folder = written("qwen3_vl_moe");
+    let loss = || {
+        let folder = Folder::open(folder.path()).unwrap();
+        let mut trainer = Trainer::new(|vb| folder.model(vb), options(SEQUENCE)).unwrap();
+        folder.load(&mut trainer).unwrap();
+        trainer.evaluate(&[5; 2 * SEQUENCE], &[6; 2 * SEQUENCE]).unwrap()
+    };
+    let before = loss();
+    let file = folder.path().join("model.safetensors");
+    let mut tensors = candle_core::safetensors::load(&file, &Device::Cpu).unwrap();
+    for (_, tensor) in tensors.iter_mut().filter(|(name, _)| name.contains(".experts.")) {
+        *tensor = tensor.transpose(1, 2).unwrap().contiguous().unwrap();
+    }
+    candle_core::safetensors::save(&tensors, file).unwrap();
+    assert_eq!(loss(), before);
+}
+
+/// The text part of a multimodal model has older and newer names in files.
+#[test]
+fn each_name_of_a_text_part_is_read() {
+    let folder = written("llava");
+    let file = folder.path().join("model.safetensors");
+    let tensors = candle_core::safetensors::load(&file, &Device::Cpu).unwrap();
+    let losses = [
+        ["language_model.model.", "language_model.lm_head."],
+        ["model.language_model.", "lm_head."],
+        ["model.", "lm_head."],
+        ["language_model.", "lm_head."],
+    ]
+    .map(|[decoder, head]| {
+        let renamed = |name: &String| {
+            let of_decoder = name.strip_prefix("language_model.model.").map(|rest| format!("{decoder}{rest}"));
+            let renamed =
+                of_decoder.or_else(|| Some(format!("{head}{}", name.strip_prefix("language_model.lm_head.")?)));
+            renamed.unwrap_or_else(|| name.clone())
+        };
+        let tensors = tensors.iter().map(|(name, tensor)| (renamed(name), tensor.clone())).collect();
+        candle_core::safetensors::save(&tensors, &file).unwrap();
+        let folder = Folder::open(folder.path()).unwrap();
+        let mut trainer = Trainer::new(|vb| folder.model(vb), options(SEQUENCE)).unwrap();
+        folder.load(&mut trainer).unwrap();
+        trainer.evaluate(&[5; 2 * SEQUENCE], &[6; 2 * SEQUENCE]).unwrap()
+    });
+    assert!(losses.iter().all(|loss| *loss == losses[0]), "{losses:?}");
 }
 
 /// Muon's hidden matrices are neither the head, whatever its name, nor the biases of experts. Other rules train these

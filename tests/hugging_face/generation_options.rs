@@ -126,4 +126,8 @@ fn options_of_config_json() {
     assert_eq!((own.do_sample, own.sampling.top_k, own.max_length, own.stop), (false, 3, None, vec![9]));
     // This value is the default, which complete dumps of a configuration contain, so it is ignored.
     assert_eq!(read(None, json!({ "max_length": 20 })).unwrap().max_length, None);
+    // A multimodal model has options of its text part.
+    let part =
+        read(None, json!({ "bos_token_id": 1, "text_config": { "eos_token_id": 9, "vocab_size": 10 } })).unwrap();
+    assert_eq!(part.stop, [9]);
 }

@@ -328,7 +328,7 @@ fn options_that_are_not_supported_are_named() {
         ("r", json!(0)),
         ("lora_alpha", json!("large")),
         ("lora_dropout", json!(1.0)),
-        ("target_modules", json!(".*_proj")),
+        ("target_modules", json!("all-linear")),
         ("target_modules", json!([])),
         ("bias", json!("all")),
         ("lora_bias", json!(true)),
@@ -348,6 +348,10 @@ fn options_that_are_not_supported_are_named() {
         Trainable::Lora(lora) => lora.scale(),
         other => panic!("{other:?}"),
     };
+    // The layers that a pattern matches are those in the file.
+    let Trainable::Lora(matched) = open("target_modules", json!(".*_proj")).unwrap().trainable() else { panic!() };
+    let layers = ["0.self_attn.q_proj", "0.self_attn.v_proj", "1.self_attn.q_proj", "1.self_attn.v_proj"];
+    assert_eq!(matched.targets, layers.map(|layer| format!("model.layers.{layer}")));
     assert_eq!(scale(open("use_rslora", json!(true)).unwrap()), 4.0);
     assert_eq!(scale(open("rank_pattern", json!({})).unwrap()), 2.0);
     // An adapter with another scale than the trainer's is refused.

@@ -209,3 +209,87 @@ fn windowed_layers_of_olmo3_keep_their_base() {
         assert!(read(&with(family, &flat)).unwrap_err().contains("rope_parameters.rope_theta"));
     }
 }
+
+/// Returns the configuration of a multimodal model.
+fn multimodal(model_type: &str, text: Value, whole: Value) -> Value {
+    let class = "SomeForConditionalGeneration";
+    let mut config = json!({ "model_type": model_type, "architectures": [class], "vision_config": { "depth": 2 } });
+    let options = config.as_object_mut().unwrap();
+    if !text.is_null() {
+        options.insert("text_config".to_owned(), text);
+    }
+    options.extend(whole.as_object().unwrap().clone());
+    config
+}
+
+/// Files of multimodal models leave options of the text part out if they have the defaults of its class, or have them beside
+/// those of the other parts. Options of the other parts have no effect.
+#[test]
+fn the_text_part_of_a_multimodal_model_is_read() {
+    let llama = |config: &Config| match config.architecture() {
+        Architecture::Llama(llama) => llama.clone(),
+        other => panic!("{other:?}"),
+    };
+    let few = json!({ "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34,
+                      "rope_scaling": { "factor": 8.0, "rope_type": "linear" }, "sliding_window": 1024 });
+    let gemma = llama(
+        &read(&multimodal("gemma3", few, json!({ "mm_tokens_per_image": 256, "eoi_token_index": 256_000 }))).unwrap(),
+    );
+    let sizes = (gemma.vocabulary, gemma.width, gemma.layers, gemma.heads, gemma.kv_heads, gemma.tied);
+    assert_eq!(sizes, (262_208, 2560, 34, 8, 4, true));
+    assert_eq!(gemma.traits.names["model"], "model.language_model");
+
+    let flat = with(
+        "qwen2_5_vl",
+        &json!({
+            "architectures": ["Qwen2_5_VLForConditionalGeneration"], "vision_config": { "depth": 2 }, "vision_start_token_id": 3,
+            "rope_scaling": { "type": "mrope", "mrope_section": [1, 1, 0] }, "num_key_value_heads": 2, "hidden_size": 16,
+        }),
+    );
+    let nested = json!({ "text_config": with("qwen2_5_vl_text", &json!({
+        "rope_parameters": { "rope_type": "default", "mrope_section": [1, 1, 0], "rope_theta": 1e6 }, "num_key_value_heads": 2,
+        "hidden_size": 16,
+    })) });
+    let nested = multimodal("qwen2_5_vl", Value::Null, nested);
+    let [flat, nested] = [flat, nested].map(|config| llama(&read(&config).unwrap()));
+    assert_eq!(flat, nested);
+    assert_eq!((flat.rope_theta, flat.rms_norm_eps, flat.qkv_bias, flat.tied), (1e6, 1e-5, true, false));
+
+    // The whole model decides whether the head is tied. The text part decides if the whole model leaves it open.
+    let tied = |model_type: &str, text: Value, whole: Value| {
+        llama(&read(&multimodal(model_type, with("llama", &text), whole)).unwrap()).tied
+    };
+    let (yes, no) = (json!({ "tie_word_embeddings": true }), json!({ "tie_word_embeddings": false }));
+    assert!(!tied("idefics3", yes.clone(), no.clone()) && tied("idefics3", no.clone(), yes.clone()));
+    assert!(tied("idefics3", yes.clone(), json!({})) && !tied("idefics3", json!({}), json!({})));
+    assert!(tied("llava", yes, no.clone()) && !tied("llava", no.clone(), no));
+}
+
+#[test]
+fn multimodal_models_that_cannot_be_read_are_refused_with_the_reason() {
+    let small = |model_type: &str, changes: Value| with(model_type, &changes);
+    for (config, words) in [
+        (multimodal("llava", small("mamba", json!({})), json!({})), ["mamba", "state-space layers"]),
+        (multimodal("llava", small("unheard_of", json!({})), json!({})), ["text_config.model_type", "unheard_of"]),
+        (multimodal("llava", small("llama", json!({ "qk_norm": true })), json!({})), ["text_config.qk_norm", "true"]),
+        (
+            multimodal(
+                "gemma3",
+                small("gemma3_text", json!({})),
+                json!({ "architectures": ["Gemma3ForSequenceClassification"] }),
+            ),
+            ["architectures", "Gemma3ForSequenceClassification"],
+        ),
+        (
+            multimodal("gemma3", small("gemma3_text", json!({ "final_logit_softcapping": 30.0 })), json!({})),
+            ["text_config.logit_scale", "final_logit_softcapping"],
+        ),
+        (multimodal("aya_vision", small("cohere2", json!({})), json!({})), ["aya_vision", "factor of the logits"]),
+        (multimodal("mllama", small("mllama_text_model", json!({})), json!({})), ["mllama", "attention to images"]),
+        (multimodal("paligemma", small("gemma", json!({})), json!({})), ["paligemma", "later ones"]),
+        (multimodal("qwen3_5", small("qwen3_5_text", json!({})), json!({})), ["qwen3_5", "linear attention"]),
+    ] {
+        let error = read(&config).unwrap_err();
+        assert!(words.iter().all(|word| error.contains(word)), "{words:?} in {error}");
+    }
+}

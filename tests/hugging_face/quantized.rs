@@ -1,8 +1,10 @@
 //! Folders with quantized weights, and weights that are quantized when they are loaded. Compares them with the weights that
 //! bitsandbytes and transformers dequantize.
 
+use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
+use candle_core::{Device, Tensor};
 use gapless::models::hf::{Adapter, Config, Folder, HfError};
 use gapless::nn::{Quantize, QuantizedFormat};
 use gapless::{DType, Lora, StepOptions, TrainOptions, Trainable, Trainer};
@@ -92,6 +94,43 @@ fn a_quantized_folder_is_saved_without_quantization() {
             assert!(off < 2e-2, "{}: {off:e}", case.name);
         }
     }
+}
+
+/// A quantized multimodal model is read. If its other parts are quantized, it cannot be saved, but its adapters can.
+#[test]
+fn a_quantized_multimodal_folder_is_read() {
+    let (case, _) = cases().swap_remove(0);
+    let base = case.folder.join("base");
+    let whole = tempfile::tempdir().unwrap();
+    let mut text: Value = serde_json::from_slice(&std::fs::read(base.join("config.json")).unwrap()).unwrap();
+    let quantization = text.as_object_mut().unwrap().remove("quantization_config").unwrap();
+    let config = json!({
+        "model_type": "llava", "text_config": text, "vision_config": {}, "quantization_config": quantization, "dtype": "bfloat16",
+    });
+    std::fs::write(whole.path().join("config.json"), config.to_string()).unwrap();
+    let tensors = candle_core::safetensors::load(base.join("model.safetensors"), &Device::Cpu).unwrap();
+    let mut tensors: HashMap<String, Tensor> =
+        tensors.into_iter().map(|(name, tensor)| (format!("language_model.{name}"), tensor)).collect();
+    tensors.insert("vision_tower.weight".to_owned(), Tensor::new(&[[1_u8], [2]], &Device::Cpu).unwrap());
+    candle_core::safetensors::save(&tensors, whole.path().join("model.safetensors")).unwrap();
+
+    let found = [base.as_path(), whole.path()].map(|path| {
+        let config = Config::read(path).unwrap();
+        let lora = Lora { rank: 2, alpha: 4.0, ..Lora::default() };
+        let (folder, trainable) = (Folder::open(path).unwrap(), Trainable::Lora(config.complete(lora)));
+        let options = options(16);
+        let options = TrainOptions { step: StepOptions { trainable, ..options.step.clone() }, ..options };
+        let mut trainer = Trainer::new(|vb| folder.model(vb), options).unwrap();
+        folder.load(&mut trainer).unwrap();
+        let loss = trainer.evaluate(&[5; 32], &[6; 32]).unwrap();
+        let out = whole.path().join(if path == base { "plain" } else { "whole" });
+        folder.save_adapter(&trainer, out.join("adapter")).unwrap();
+        (loss, folder.save(&trainer, out.join("saved"), None).map_err(|error| error.to_string()))
+    });
+    assert_eq!(found[0].0, found[1].0);
+    let error = found[1].1.as_ref().unwrap_err();
+    assert!(error.contains("vision_tower.weight") && error.contains("train an adapter"), "{error}");
+    assert!(Adapter::open(whole.path().join("whole/adapter")).is_ok());
 }
 
 /// FP8 weights in blocks, and MXFP4 weights of experts.

@@ -5,14 +5,15 @@
 use std::path::Path;
 use std::process::Command;
 
-use gapless::models::hf::{Folder, HfError};
+use gapless::models::hf::{Folder, HfError, NewFolder};
 use gapless::{Lora, StepOptions, TrainOptions, Trainable, Trainer};
 use serde_json::{Value, json};
 
 use crate::case::options;
 use crate::families::{Family, SEQUENCE};
 
-/// Trains the model or an adapter by one step, saves it as the folder `what`, and returns the case that `reload.py` checks.
+/// Trains the model or an adapter by one step, saves it as the folder `what`, without the other parts of a multimodal model
+/// if this is `text`, and returns the case that `reload.py` checks.
 fn case(family: &Family, path: &Path, what: &str, lora: Option<Lora>) -> Result<Value, HfError> {
     let folder = Folder::open(path)?;
     let trainable = lora.map_or(Trainable::All, |lora| Trainable::Lora(folder.config().complete(lora)));
@@ -24,9 +25,10 @@ fn case(family: &Family, path: &Path, what: &str, lora: Option<Lora>) -> Result<
     trainer.step(&tokens, &targets)?;
     let loss = trainer.evaluate(&tokens, &targets)?;
     let out = path.join(what);
-    match is_adapter {
-        true => folder.save_adapter(&trainer, &out)?,
-        false => folder.save(&trainer, &out, None)?,
+    match what {
+        _ if is_adapter => folder.save_adapter(&trainer, &out)?,
+        "text" => NewFolder::like(path)?.save(&out, || Ok(trainer), |_| Ok::<_, HfError>(()))?,
+        _ => folder.save(&trainer, &out, None)?,
     }
     let (folder, adapter) = if is_adapter { (path, Some(&out)) } else { (out.as_path(), None) };
     let name = format!("{}, {what}", family.name);
@@ -50,8 +52,9 @@ fn transformers_and_peft_open_what_is_saved() {
         std::fs::create_dir(&path).unwrap();
         family.write(&path);
         let lora = Lora { rank: 3, alpha: 6.0, targets: Vec::new(), ..Lora::default() };
-        for (what, lora) in [("saved", None), ("lora", Some(lora.clone())), ("dora", Some(Lora { dora: true, ..lora }))]
-        {
+        let text = family.is_multimodal().then_some(("text", None));
+        let whats = [("saved", None), ("lora", Some(lora.clone())), ("dora", Some(Lora { dora: true, ..lora }))];
+        for (what, lora) in whats.into_iter().chain(text) {
             let made = case(family, &path, what, lora);
             cases.push(made.unwrap_or_else(|error| panic!("{}, {what}: {error}", family.name)));
         }

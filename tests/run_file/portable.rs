@@ -148,6 +148,50 @@ fn a_run_is_used_where_nothing_else_is_left() {
     assert!(with_base.status.success(), "{with_base:?}");
 }
 
+/// A run of a multimodal model is exported as this model as long as the folder exists from which it started, and then as its
+/// text part. The other parts are those of the folder.
+#[test]
+fn a_multimodal_model_is_exported_with_its_other_parts() {
+    let place = Place::new();
+    let base = place.path().join("base");
+    write_model(&base);
+    let weights =
+        |folder: &Path| candle_core::safetensors::load(folder.join("model.safetensors"), &candle_core::Device::Cpu);
+    let text: Value = serde_json::from_slice(&fs::read(base.join("config.json")).unwrap()).unwrap();
+    let whole =
+        serde_json::json!({ "model_type": "llava", "text_config": text, "vision_config": {}, "dtype": "float32" });
+    fs::write(base.join("config.json"), whole.to_string()).unwrap();
+    fs::write(base.join("preprocessor_config.json"), "{}").unwrap();
+    let mut tensors: std::collections::HashMap<String, _> =
+        weights(&base).unwrap().into_iter().map(|(name, tensor)| (format!("language_model.{name}"), tensor)).collect();
+    let vision = candle_core::Tensor::new(&[[1.5_f32, -2.0]], &candle_core::Device::Cpu).unwrap();
+    tensors.insert("vision_tower.weight".to_owned(), vision);
+    candle_core::safetensors::save(&tensors, base.join("model.safetensors")).unwrap();
+
+    let gpt = "[model.gpt]\nlayers = 1\nheads = 2\nwidth = 16";
+    let text = TINY.replace("DIR/", "").replace(gpt, "[model]\nfolder = \"base\"").replace("vocabulary = 256\n", "");
+    place.file(&text);
+    let output = place.gapless(&["train", "run.toml", "--out", "run"]);
+    assert!(output.status.success(), "{output:?}");
+    let run = place.path().join("run");
+    let trained = results(&run).0;
+    let exported = |name: &str| {
+        let out = place.path().join(name);
+        TrainedRun::open(&run).unwrap().export(&out).unwrap();
+        let folder = Folder::open(&out).unwrap();
+        let mut trainer = Trainer::new(|vb| folder.model(vb), options().step).unwrap();
+        folder.load(&mut trainer).unwrap();
+        assert_eq!(evaluated(&mut trainer), trained, "{name}");
+        let tensors = weights(&out).unwrap();
+        let vision = tensors.get("vision_tower.weight").map(|it| it.to_vec2::<f32>().unwrap());
+        (folder.config().is_multimodal(), vision, out.join("preprocessor_config.json").exists())
+    };
+    let other = vec![vec![1.5, -2.0]];
+    assert_eq!(exported("whole"), (true, Some(other), true));
+    fs::rename(&base, place.path().join("gone")).unwrap();
+    assert_eq!(exported("text"), (false, None, false));
+}
+
 /// A run can be resumed from another directory with its own run.toml, which has absolute paths.
 #[test]
 fn a_run_is_resumed_from_another_directory() {

@@ -86,7 +86,9 @@ impl Adapter {
         let path = path.as_ref().to_owned();
         let config = read_object(&path.join(CONFIG))?;
         let mut fields = Fields::new(config.clone(), "");
-        let lora = take(&mut fields);
+        // A pattern is replaced by the modules in the file, which are those that it matches.
+        let is_pattern = fields.peek("target_modules").is_some_and(Value::is_string);
+        let mut lora = take(&mut fields);
         let base = fields.text(BASE);
         let problems = fields.problems();
         if !problems.is_empty() {
@@ -97,6 +99,11 @@ impl Adapter {
             return Err(HfError::NoAdapter { path });
         }
         let file = TensorFile::open(weights)?;
+        if is_pattern {
+            let names = file.tensors().map(|(name, ..)| name);
+            let layers: BTreeSet<String> = names.filter_map(|name| Some(adapted(&name)?.to_owned())).collect();
+            lora.targets = layers.into_iter().collect();
+        }
         Ok(Self { path, config, lora, base, file })
     }
 
@@ -254,7 +261,7 @@ impl Folder {
             "peft_type": "LORA",
             "r": lora.rank,
             "rank_pattern": {},
-            "target_modules": lora.targets,
+            "target_modules": self.config.text_part().map_or(json!(lora.targets), |part| part.targets(&lora.targets)),
             "task_type": "CAUSAL_LM",
             "use_dora": lora.dora,
             "use_rslora": lora.rank_stabilised,
@@ -358,15 +365,25 @@ fn dropout(fields: &mut Fields) -> f64 {
     })
 }
 
+/// Returns the path of the layer if the stored tensor is the first matrix of the layer's adapter.
+fn adapted(stored: &str) -> Option<&str> {
+    let path = stored.strip_prefix(PREFIX)?.strip_suffix(".lora_A.weight")?;
+    Some(path.strip_prefix("transformer.").unwrap_or(path))
+}
+
+/// Reads `target_modules`: the names of layers, or a pattern of their paths, for which an empty list is returned.
 fn targets(fields: &mut Fields) -> Vec<String> {
     let Some(value) = fields.take("target_modules") else {
         fields.problems.push(ConfigProblem::Missing { field: "target_modules".into() });
         return Vec::new();
     };
+    if value.as_str().is_some_and(|pattern| pattern != "all-linear") {
+        return Vec::new();
+    }
     let names: Option<Vec<String>> =
         value.as_array().and_then(|names| names.iter().map(|name| Some(name.as_str()?.to_owned())).collect());
     names.filter(|names| !names.is_empty()).unwrap_or_else(|| {
-        fields.unsupported("target_modules", &value, "a list of module names");
+        fields.unsupported("target_modules", &value, "a list of module names, or a pattern");
         Vec::new()
     })
 }

@@ -13,6 +13,7 @@ use super::error::{ConfigProblem, HfError, Result};
 use super::families::{FAMILIES, REFUSED};
 use super::fields::{Fields, read_object};
 use super::layout::{ExpertNames, NUMBERED};
+use super::multimodal::TextPart;
 use super::quantized::{self, Quantization};
 use super::tensors::Dtype;
 use super::{HEAD, experts, gpt2, known};
@@ -28,6 +29,8 @@ pub struct Config {
     /// Layers that the files may contain but that are not part of the model.
     unread_layers: Range<usize>,
     expert_names: ExpertNames,
+    /// The part that is read of a multimodal model.
+    text_part: Option<TextPart>,
     positions: Option<usize>,
     quantization: Option<Quantization>,
     /// The type of the stored weights, or of those that are not quantized.
@@ -80,6 +83,16 @@ impl Architecture {
             Self::Llama(llama) | Self::Moe(MoeConfig { llama, .. }) => Some(llama),
         }
     }
+
+    /// Sets the path of the decoder in the names of parameters.
+    fn set_decoder(&mut self, path: &str) {
+        match self {
+            Self::Gpt(_) => {}
+            Self::Llama(llama) | Self::Moe(MoeConfig { llama, .. }) => {
+                llama.traits.names.insert("model".to_owned(), path.to_owned());
+            }
+        }
+    }
 }
 
 impl Config {
@@ -99,15 +112,17 @@ impl Config {
     /// # Errors
     /// Returns the errors of [`Self::read`] for a file with these options.
     pub(super) fn of_options(options: Map<String, Value>, path: PathBuf) -> Result<Self> {
-        let mut fields = Fields::new(options, "");
+        let (text_part, prefix) = TextPart::of(&options).unzip();
+        let options = text_part.as_ref().map_or(options, TextPart::options);
+        let mut fields = Fields::new(options, prefix.unwrap_or_default());
         let refused = |problems| HfError::Config { path: path.clone(), problems };
         let family = fields.text("model_type");
         let positions = fields.peek("max_position_embeddings").and_then(|it| usize::try_from(it.as_u64()?).ok());
         let table = family.as_deref().and_then(|name| FAMILIES.iter().find(|family| family.name == name));
-        let architecture = match (family, table) {
+        let mut architecture = match (family, table) {
             (_, Some(table)) => table.take(&mut fields),
-            (Some(name), None) if name == "gpt2" => Architecture::Gpt(gpt2::take(&mut fields)),
-            (family, None) => return Err(refused(vec![no_family(family)])),
+            (Some(name), None) if name == "gpt2" && text_part.is_none() => Architecture::Gpt(gpt2::take(&mut fields)),
+            (family, None) => return Err(refused(vec![no_family(family, fields.full("model_type"))])),
         };
         let unread_layers = match architecture.llama() {
             Some(llama) if table.is_some_and(|table| table.predicts_further) => {
@@ -115,6 +130,15 @@ impl Config {
             }
             _ => 0..0,
         };
+        if let Some(part) = &text_part {
+            architecture.set_decoder(part.decoder);
+            let changed = |llama: &LlamaConfig| llama.traits.logit_scale != 1.0 || llama.logit_cap.is_some();
+            if part.has_plain_head() && architecture.llama().is_some_and(changed) {
+                let options = "logit_scale, logits_scaling or final_logit_softcapping";
+                let supported = "no factor and no cap of the logits, which transformers leaves out of the whole model";
+                fields.unsupported(options, &"given".into(), supported);
+            }
+        }
         let (quantization, rounding) = quantized::take(&mut fields);
         known::take(&mut fields);
         let problems = fields.problems();
@@ -133,7 +157,17 @@ impl Config {
             }]));
         }
         let expert_names = table.map_or(NUMBERED, |table| table.expert_names);
-        Ok(Self { path, architecture, parameters, unread_layers, expert_names, positions, quantization, rounding })
+        Ok(Self {
+            path,
+            architecture,
+            parameters,
+            unread_layers,
+            expert_names,
+            text_part,
+            positions,
+            quantization,
+            rounding,
+        })
     }
 
     /// Declares the model in the builder of a [`Trainer`](gapless_engine::Trainer).
@@ -213,6 +247,26 @@ impl Config {
         }
     }
 
+    /// True if the model is the text part of a multimodal model.
+    pub fn is_multimodal(&self) -> bool {
+        self.text_part.is_some()
+    }
+
+    /// The part that is read of a multimodal model, or `None` for other models.
+    pub(super) fn text_part(&self) -> Option<&TextPart> {
+        self.text_part.as_ref()
+    }
+
+    /// The part that is read of a multimodal model, to change its names in files.
+    pub(super) fn text_part_mut(&mut self) -> Option<&mut TextPart> {
+        self.text_part.as_mut()
+    }
+
+    /// The stored name of a tensor of the model.
+    pub(super) fn stored(&self, name: String) -> String {
+        self.text_part.as_ref().map_or(name.clone(), |part| part.stored(&name))
+    }
+
     /// Notices for the user. Each names a part of the files that is left out of the model.
     pub fn notices(&self) -> Vec<String> {
         let notice = |layer| {
@@ -222,7 +276,13 @@ impl Config {
                 self.path.display()
             )
         };
-        self.unread_layers.clone().map(notice).collect()
+        let text_only = self.text_part.as_ref().map(|_| {
+            format!(
+                "{}: of this multimodal model, the text part is read; a saved folder has the other parts unchanged",
+                self.path.display()
+            )
+        });
+        self.unread_layers.clone().map(notice).chain(text_only).collect()
     }
 
     /// True if a stored tensor belongs to a layer that is not part of the model.
@@ -254,13 +314,13 @@ impl Config {
 
     /// The stored name of the head's weight. A tied head usually has no stored weight.
     pub(super) fn head(&self) -> String {
-        self.architecture.llama().map_or(HEAD.to_owned(), |llama| format!("{}.weight", llama.traits.name("lm_head")))
+        let llama = self.architecture.llama();
+        self.stored(llama.map_or(HEAD.to_owned(), |llama| format!("{}.weight", llama.traits.name("lm_head"))))
     }
 }
 
 /// Returns the problem of a `model_type` that is missing or not one of the families.
-fn no_family(found: Option<String>) -> ConfigProblem {
-    let field = "model_type".to_owned();
+fn no_family(found: Option<String>, field: String) -> ConfigProblem {
     let Some(found) = found else { return ConfigProblem::Missing { field } };
     if let Some((_, missing)) = REFUSED.iter().find(|(name, _)| *name == found) {
         return ConfigProblem::Family { found, missing };

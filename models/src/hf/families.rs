@@ -580,7 +580,8 @@ pub(super) const FAMILIES: &[Family] = &[
 ];
 
 /// Families that cannot be read, with the part that is missing.
-pub(super) const REFUSED: [(&str, &str); 21] = [
+pub(super) const REFUSED: [(&str, &str); 25] = [
+    ("aya_vision", "a factor of the logits, which transformers leaves out of the whole model"),
     ("bamba", STATE_SPACE),
     ("falcon_h1", STATE_SPACE),
     ("falcon_mamba", STATE_SPACE),
@@ -592,11 +593,14 @@ pub(super) const REFUSED: [(&str, &str); 21] = [
     ("jamba", STATE_SPACE),
     ("kimi_linear", LINEAR),
     ("lfm2", "short convolutions"),
-    ("llama4", "images; its text model, `llama4_text`, is read"),
     ("mamba", STATE_SPACE),
     ("mamba2", STATE_SPACE),
     ("minimax", LINEAR),
+    ("mllama", "layers of attention to images, between those of its text part"),
     ("nemotron_h", STATE_SPACE),
+    ("paligemma", "attention of a prompt's tokens to later ones"),
+    ("qwen3_5", LINEAR),
+    ("qwen3_5_moe", LINEAR),
     ("qwen3_5_moe_text", LINEAR),
     ("qwen3_5_text", LINEAR),
     ("qwen3_next", LINEAR),

@@ -210,7 +210,8 @@ impl Fields {
         self.problems
     }
 
-    fn full(&self, field: &str) -> String {
+    /// The name of an option with the path of its object.
+    pub fn full(&self, field: &str) -> String {
         format!("{}{field}", self.path)
     }
 }

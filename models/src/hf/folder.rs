@@ -47,10 +47,14 @@ impl Folder {
     /// that does not exist or is not in this folder.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref().to_owned();
-        let config = Config::read(path.join("config.json"))?;
+        let mut config = Config::read(path.join("config.json"))?;
         let mut problems = Vec::new();
         let (files, metadata, places) = open_files(&path, &mut problems)?;
-        let stored: BTreeSet<&str> = places.keys().map(String::as_str).collect();
+        let shape = |(name, &at): (&'_ String, &usize)| files[at].info(name).map_or(&[][..], |info| &info.shape);
+        let stored: BTreeMap<&str, &[usize]> = places.iter().map(|place| (place.0.as_str(), shape(place))).collect();
+        if let Some(part) = config.text_part_mut() {
+            part.find(&stored);
+        }
         let layout = layout(&config, &stored);
         let folder = Self { path, files, metadata, layout, config, places };
         folder.compare(&mut problems);

@@ -147,6 +147,12 @@ impl GenerationConfig {
         let folder = folder.as_ref();
         let (own, model) = (folder.join("generation_config.json"), folder.join("config.json"));
         let mut config = Options { left: read_object(&model)?, path: model };
+        // The settings of a multimodal model may be among those of its text part.
+        if let Some(Value::Object(text)) = config.left.get("text_config").cloned() {
+            for (option, value) in text {
+                config.left.entry(option).or_insert(value);
+            }
+        }
         let end = config.left.get("eos_token_id").cloned();
         let is_own = own.exists();
         let mut options = if is_own {

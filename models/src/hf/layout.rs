@@ -8,7 +8,7 @@
 //!                                             or  ◀── ….experts.gate_up_proj [E, 2I, H], rows 0..I of each expert
 //! ```
 
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
 use std::ops::Range;
 
 use super::config::Config;
@@ -137,18 +137,28 @@ pub(super) const GRANITE: ExpertNames = ExpertNames {
     ..NUMBERED
 };
 
-/// Returns the location of every parameter. The stored names decide between the possible layouts. If they do not, the
-/// layout is that in which transformers writes the family.
-pub(super) fn layout(config: &Config, stored: &BTreeSet<&str>) -> Vec<ParameterLayout> {
-    let prefix = if stored.iter().any(|name| name.starts_with("transformer.")) { "transformer." } else { "" };
+/// Returns the location of every parameter. The stored names, with the shapes of their tensors, decide between the possible
+/// layouts. If they do not, the layout is that in which transformers writes the family.
+pub(super) fn layout(config: &Config, stored: &BTreeMap<&str, &[usize]>) -> Vec<ParameterLayout> {
+    let prefix = if stored.keys().any(|name| name.starts_with("transformer.")) { "transformer." } else { "" };
     let names = [NUMBERED, FUSED, MIXTRAL, GRANITE].into_iter().find(|names| {
         let down = names.projections[2].replace("{}", "0");
-        stored.iter().any(|name| name.ends_with(&down))
+        stored.keys().any(|name| name.ends_with(&down))
     });
     // Interleaved tensors have the names of others.
-    let names = names.filter(|_| config.expert_names() != GPT_OSS).unwrap_or(config.expert_names());
+    let mut names = names.filter(|_| config.expert_names() != GPT_OSS).unwrap_or(config.expert_names());
+    // The published files of Qwen3-VL have the weights of all experts transposed.
+    let is_transposed = |(parameter, shape): (&str, &[usize])| {
+        parameter.ends_with(".experts.down_proj")
+            && stored
+                .get(&*config.stored(parameter.to_owned()))
+                .is_some_and(|found| shape != *found && found.iter().eq([shape[0], shape[2], shape[1]].iter()))
+    };
+    if config.is_multimodal() && config.parameters().any(is_transposed) {
+        names.fused = Fused::Columns;
+    }
     let place = |(parameter, shape): (&str, &[usize])| {
-        let pieces = match (config.is_gpt2(), parameter.split_once(".experts.")) {
+        let mut pieces = match (config.is_gpt2(), parameter.split_once(".experts.")) {
             (true, _) => {
                 let (name, transposed) = gpt2::stored(parameter, prefix);
                 let shape: Vec<usize> = if transposed { shape.iter().rev().copied().collect() } else { shape.to_vec() };
@@ -169,6 +179,9 @@ pub(super) fn layout(config: &Config, stored: &BTreeSet<&str>) -> Vec<ParameterL
                 None => vec![whole(dense(&names, parameter), shape.to_vec())],
             },
         };
+        for piece in &mut pieces {
+            piece.stored = config.stored(std::mem::take(&mut piece.stored));
+        }
         ParameterLayout { parameter: parameter.to_owned(), pieces }
     };
     config.parameters().map(place).collect()
@@ -227,10 +240,12 @@ fn experts(names: &ExpertNames, block: &str, part: &str, shape: &[usize]) -> Vec
 }
 
 /// True if a stored tensor is not part of the model but is common in published files, and may therefore be skipped: a
-/// causal mask, a table of frequencies, a tied head, or a layer that predicts further tokens.
+/// causal mask, a table of frequencies, a tied head, a layer that predicts further tokens, or another part of a multimodal
+/// model.
 pub(super) fn is_known_buffer(config: &Config, name: &str, shape: &[usize]) -> bool {
     let is_mask = name.ends_with(".bias") && shape.len() == 4 && shape[..2] == [1, 1];
     config.is_unread(name)
+        || config.text_part().is_some_and(|part| part.is_of_other(name))
         || is_mask
         || [".attn.masked_bias", ".attention.masked_bias"].iter().any(|end| name.ends_with(end))
         || (!config.is_gpt2() && name.ends_with(".rotary_emb.inv_freq"))

@@ -37,6 +37,7 @@ mod gpt2;
 mod known;
 mod layout;
 mod low_rank;
+mod multimodal;
 mod new_folder;
 mod quantized;
 mod rope;

@@ -4,7 +4,7 @@
 //! Never: a config.json that is read as another architecture, because every config.json is read back and compared
 //! before it is used.
 
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -86,13 +86,17 @@ impl NewFolder {
     }
 
     /// Describes a model like that in a folder, of which only the config.json needs to exist. The settings are copied, and
-    /// tensors get the type that the config.json names.
+    /// tensors get the type that the config.json names. Of a multimodal model, the text part alone is described, with the
+    /// settings of the text part's family.
     ///
     /// # Errors
     /// Returns the errors of [`Config::read`].
     pub fn like(folder: &Path) -> Result<Self> {
-        let options = read_object(&folder.join("config.json"))?;
-        Ok(Self { config: Config::read(folder)?, options, like: Some(folder.to_owned()) })
+        let (mut config, mut options) = (Config::read(folder)?, read_object(&folder.join("config.json"))?);
+        if let Some(part) = config.text_part_mut() {
+            options = part.stand_alone();
+        }
+        Ok(Self { config, options, like: Some(folder.to_owned()) })
     }
 
     /// The config.json, as it is read.
@@ -134,13 +138,26 @@ impl NewFolder {
     }
 
     fn write_settings(&self, to: &Path, dtype: Dtype) -> Result<()> {
-        if let Some(folder) = &self.like {
-            return copy_settings(folder, to);
-        }
         let mut options = self.options.clone();
-        options.insert("dtype".into(), json!(if dtype == Dtype::BF16 { "bfloat16" } else { "float32" }));
-        let generation = json!({ "eos_token_id": self.options["eos_token_id"] });
-        for (name, options) in [("config.json", Value::Object(options)), ("generation_config.json", generation)] {
+        let mut files = Vec::new();
+        match &self.like {
+            Some(folder) => {
+                copy_settings(folder, to)?;
+                if self.config.text_part().is_none() {
+                    return Ok(());
+                }
+                options.remove("quantization_config");
+                // A copy has the permissions of the original, which may be read-only.
+                let copy = to.join("config.json");
+                fs::remove_file(&copy).map_err(write_error(&copy))?;
+            }
+            None => {
+                options.insert("dtype".into(), json!(if dtype == Dtype::BF16 { "bfloat16" } else { "float32" }));
+                files.push(("generation_config.json", json!({ "eos_token_id": self.options["eos_token_id"] })));
+            }
+        }
+        files.push(("config.json", Value::Object(options)));
+        for (name, options) in files {
             let path = to.join(name);
             fs::write(&path, format!("{options:#}\n")).map_err(write_error(&path))?;
         }
@@ -149,7 +166,7 @@ impl NewFolder {
 
     fn write_weights(&self, trainer: &Trainer, path: &Path, dtype: Dtype) -> Result<()> {
         // A GPT-2 is written with the prefix `transformer.`, which stored names decide.
-        let layout = layout(&self.config, &BTreeSet::from(["transformer."]));
+        let layout = layout(&self.config, &BTreeMap::from([("transformer.", &[][..])]));
         let mut origins = origins(&layout, &self.config);
         if self.config.tied_to().is_some() {
             origins.remove(&self.config.head());

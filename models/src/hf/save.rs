@@ -10,8 +10,8 @@ use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};
 
 use candle_core::{DType, Device, Tensor};
-use gapless_engine::Trainer;
 use gapless_engine::nn::{Lora, Trainable};
+use gapless_engine::{TrainError, Trainer};
 use safetensors::tensor::{Metadata, TensorInfo};
 use serde_json::{Map, Value, json};
 
@@ -21,13 +21,16 @@ use super::fields::read_object;
 use super::folder::{Folder, INDEX, SINGLE};
 use super::layout::{ParameterLayout, StoredRange};
 use super::quantized::{dequantized, packed_names};
-use super::tensors::{Dtype, narrow};
+use super::tensors::{Dtype, is_supported, narrow};
 
 /// Number of elements that are converted at a time.
 const CONVERTED: usize = 1 << 18;
 
 /// Files of a model that do not depend on the weights. The files of this list that exist are copied unchanged.
 const MODEL: [&str; 2] = ["config.json", "generation_config.json"];
+
+/// Files of the processor of a multimodal model. The files of this list that exist are copied unchanged.
+const PROCESSOR: [&str; 3] = ["preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"];
 
 /// Files of a tokenizer. The files of this list that exist are copied unchanged.
 const TOKENIZER: [&str; 9] = [
@@ -104,10 +107,12 @@ impl Folder {
         max_shard_size: Option<u64>,
         tokenizer: &Path,
     ) -> Result<()> {
+        self.check_saved()?;
+        let tensors = self.saved_tensors();
         copy_settings(&self.path, to)?;
+        copy_files(&self.path, &PROCESSOR, to)?;
         copy_tokenizer(tokenizer, to)?;
         let origins = origins(&self.layout, &self.config);
-        let tensors = self.saved_tensors();
         let shards = self.shards(&tensors, max_shard_size);
         for (file, names) in &shards {
             let path = to.join(file);
@@ -140,6 +145,23 @@ impl Folder {
             }
         }
         tensors
+    }
+
+    /// Checks that [`Self::save`] can save a folder like this one.
+    ///
+    /// # Errors
+    /// Returns an error if other parts of a multimodal model are quantized: they are copied, but the saved config.json says
+    /// that nothing is quantized.
+    pub fn check_saved(&self) -> Result<()> {
+        let (Some(part), Some(_)) = (self.config.text_part(), self.config.quantization()) else { return Ok(()) };
+        match self.saved_tensors().iter().find(|(name, tensor)| part.is_of_other(name) && !is_supported(tensor.dtype)) {
+            None => Ok(()),
+            Some((name, tensor)) => {
+                let why = format!("{name}, of a part that is not read, is quantized ({})", tensor.dtype);
+                let remedy = "train an adapter, and merge it into the folder that is not quantized";
+                Err(TrainError::config("model", why, remedy).into())
+            }
+        }
     }
 
     /// Returns the name of each file to write and the tensors in it, in the order in which this folder stores them.

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 torch.set_num_threads(1)
 transformers.utils.logging.disable_progress_bar()
@@ -46,6 +46,10 @@ DEEPSEEK = small(num_key_value_heads=4, q_lora_rank=20, kv_lora_rank=16, qk_rope
 LLAMA4_LONG = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=8, max_position_embeddings=64, beta_fast=32.0,
                    beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.1)
 FULL, SLIDING = "full_attention", "sliding_attention"
+VISION = dict(hidden_size=16, intermediate_size=20, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4)
+CLIP = dict(VISION, vocab_size=16, projection_dim=16)
+QWEN_VISION = dict(depth=1, hidden_size=16, intermediate_size=20, num_heads=2, patch_size=4, out_hidden_size=32)
+MROPE = dict(rope_type="default", mrope_section=[2, 1, 1])
 
 # (name, model_type, config). The first case of each family is in the repository.
 CASES = [
@@ -85,9 +89,41 @@ CASES = [
     ("gpt_oss", "gpt_oss", small(head_dim=12, num_local_experts=4, num_experts_per_tok=2, sliding_window=6, swiglu_limit=0.8,
                                  **rope(**YARN, truncate=False))),
     ("llama_dynamic", "llama", small(max_position_embeddings=12, hidden_act="gelu", **rope(rope_type="dynamic", factor=2.0))),
+    # Multimodal models, of which texts use the text part.
+    ("gemma3", "gemma3", dict(text_config=small(num_hidden_layers=3, head_dim=12, sliding_window=6, query_pre_attn_scalar=20,
+                                                layer_types=[SLIDING, FULL, SLIDING]), vision_config=VISION, mm_tokens_per_image=4)),
+    ("llama4", "llama4", dict(text_config=small(num_hidden_layers=4, head_dim=12, intermediate_size_mlp=52, num_local_experts=4, num_experts_per_tok=2,
+                                                attention_chunk_size=8, floor_scale=5, interleave_moe_layer_step=2),
+                              vision_config=dict(VISION, intermediate_size=64, vision_output_dim=16, projector_input_dim=16, projector_output_dim=16))),
+    ("mistral3", "mistral3", dict(text_config=small(model_type="mistral", head_dim=12, sliding_window=6), vision_config=dict(VISION, head_dim=8),
+                                  tie_word_embeddings=False)),
+    ("llava", "llava", dict(text_config=small(model_type="llama", attention_bias=True), vision_config=CLIP)),
+    ("internvl", "internvl", dict(text_config=small(model_type="qwen2"), vision_config=dict(VISION, image_size=[8, 8], patch_size=[4, 4]))),
+    ("idefics3", "idefics3", dict(text_config=small(model_type="llama", pad_token_id=5), vision_config=VISION)),
+    ("qwen2_vl", "qwen2_vl", dict(text_config=small(**rope(**MROPE)), vision_config=dict(depth=1, embed_dim=16, hidden_size=32, num_heads=2, patch_size=4, mlp_ratio=2))),
+    ("qwen2_5_vl", "qwen2_5_vl", dict(text_config=small(rope_scaling=dict(type="mrope", mrope_section=[2, 1, 1]), rope_theta=5000.0),
+                                      vision_config=dict(QWEN_VISION, fullatt_block_indexes=[0]), tie_word_embeddings=True)),
+    ("qwen3_vl", "qwen3_vl", dict(text_config=small(head_dim=12, **rope(rope_type="default", mrope_section=[2, 2, 2], mrope_interleaved=True)),
+                                  vision_config=dict(QWEN_VISION, num_position_embeddings=16, deepstack_visual_indexes=[0]))),
+    ("qwen3_vl_moe", "qwen3_vl_moe", dict(text_config=small(head_dim=12, num_experts=4, **SPARSE, **rope(rope_type="default", mrope_section=[2, 2, 2], mrope_interleaved=True)),
+                                          vision_config=dict(QWEN_VISION, num_position_embeddings=16, deepstack_visual_indexes=[0]))),
+    ("glm4v", "glm4v", dict(text_config=small(**rope(rope_type="default", partial_rotary_factor=0.5, mrope_section=[1, 1, 0])),
+                            vision_config=dict(QWEN_VISION, image_size=8))),
 ]
 
 MORE = [
+    ("gemma3_whole_linear", "gemma3", dict(text_config=small(num_hidden_layers=7, head_dim=16, sliding_window=5, pad_token_id=0, rope_parameters={
+        FULL: dict(rope_type="linear", factor=8.0, rope_theta=1e6), SLIDING: dict(rope_type="default", rope_theta=1e4)}), vision_config=VISION, mm_tokens_per_image=4)),
+    ("mistral3_ministral3", "mistral3", dict(text_config=small(model_type="ministral3", head_dim=12, **rope(**LLAMA4_LONG)), vision_config=dict(VISION, head_dim=8))),
+    ("llava_mistral", "llava", dict(text_config=small(model_type="mistral", sliding_window=5, tie_word_embeddings=True), vision_config=CLIP)),
+    ("llava_next", "llava_next", dict(text_config=small(model_type="qwen2"), vision_config=CLIP)),
+    ("smolvlm", "smolvlm", dict(text_config=small(model_type="llama", tie_word_embeddings=True), vision_config=VISION)),
+    ("internvl_qwen3", "internvl", dict(text_config=small(model_type="qwen3", head_dim=12), vision_config=dict(VISION, image_size=[8, 8], patch_size=[4, 4]), tie_word_embeddings=False)),
+    ("qwen2_vl_window", "qwen2_vl", dict(text_config=small(num_hidden_layers=3, use_sliding_window=True, sliding_window=5, max_window_layers=1, **rope(**MROPE)),
+                                         vision_config=dict(depth=1, embed_dim=16, hidden_size=32, num_heads=2, patch_size=4, mlp_ratio=2))),
+    ("qwen3_vl_tied", "qwen3_vl", dict(text_config=small(head_dim=16, attention_bias=False, **rope(rope_type="default", mrope_section=[4, 2, 2])),
+                                       vision_config=dict(QWEN_VISION, num_position_embeddings=16, deepstack_visual_indexes=[0]), tie_word_embeddings=True)),
+    ("glm4v_whole", "glm4v", dict(text_config=small(num_key_value_heads=4, **rope(rope_type="default", mrope_section=[2, 1, 1])), vision_config=dict(QWEN_VISION, image_size=8))),
     ("gemma_bias", "gemma", small(head_dim=8, attention_bias=True, hidden_act="gelu", **rope(rope_type="linear", factor=2.0))),
     ("phi3", "phi3", small(partial_rotary_factor=0.5, sliding_window=6)),
     ("phi3_short", "phi3", small(original_max_position_embeddings=128, max_position_embeddings=512, tie_word_embeddings=True, **rope(**LONG))),
@@ -230,17 +266,20 @@ def make(case, tokens):
         with tempfile.TemporaryDirectory() as folder:
             folder = Path(folder)
             config = AutoConfig.for_model(model_type, **json.loads(json.dumps(options)))
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            whole = AutoModelForImageTextToText if "vision_config" in options else AutoModelForCausalLM
+            model = whole.from_config(config, dtype=torch.float32)
             model.save_pretrained(folder)
             stored = load_file(folder / "model.safetensors")
             fixed = {n for n in stored if re.search(r"act_fn\.(beta|eps)$", n)}
             stored = {n: t if n in fixed else elements(n, list(t.shape), salt) for n, t in stored.items()}
             save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
-            load = lambda: AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager",
-                                                                experts_implementation="eager", local_files_only=True).eval()
+            opened = AutoModelForCausalLM if type(config) in AutoModelForCausalLM._model_mapping else whole
+            load = lambda: opened.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager",
+                                                  experts_implementation="eager", local_files_only=True).eval()
             model = load()
-            losses = train(model, ids("input_ids", salt, 2 * TOKENS, config.vocab_size))
-            prompt = ids("prompt", salt, 5, config.vocab_size)
+            vocabulary = config.get_text_config().vocab_size
+            losses = train(model, ids("input_ids", salt, 2 * TOKENS, vocabulary))
+            prompt = ids("prompt", salt, 5, vocabulary)
             found, gap = greedy(load(), prompt, tokens)
             if gap < 2e-4 or len(set(found)) < min(5, tokens):
                 why = f"gap {gap:.1e}, {len(set(found))} different tokens"

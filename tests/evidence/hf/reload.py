@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 torch.set_num_threads(1)
 transformers.utils.logging.disable_progress_bar()
@@ -26,12 +26,18 @@ LOSS = 1e-5
 
 @torch.no_grad()
 def differences(case):
-    model, info = AutoModelForCausalLM.from_pretrained(case["folder"], dtype=torch.float32, attn_implementation="eager",
-                                                       experts_implementation="eager", local_files_only=True,
-                                                       output_loading_info=True)
+    # transformers opens a multimodal model as a whole, and some of them as their text part.
+    config = AutoConfig.from_pretrained(case["folder"])
+    whole = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+    text = AutoModelForCausalLM if type(config) in AutoModelForCausalLM._model_mapping else whole
+    load = lambda model: model.from_pretrained(case["folder"], dtype=torch.float32, attn_implementation="eager",
+                                               experts_implementation="eager", local_files_only=True, output_loading_info=True)
+    model, info = load(whole)
     for what, found in info.items():
         if found:
             yield f"{what}: {sorted(map(str, found))[:4]}"
+    if text is not whole:
+        model, _ = load(text)
     if case["adapter"]:
         model = PeftModel.from_pretrained(model, case["adapter"])
         result = model.load_adapter(case["adapter"], "again")
