@@ -256,17 +256,19 @@ fn a_gpu_runs_every_run_file() {
     assert!(files.len() > 18, "{} run files were found", files.len());
     for (index, (from, mut run)) in files.into_iter().enumerate() {
         ["vary", "skip", "menu", "sweep"].iter().for_each(|key| _ = run.remove(*key));
-        let has_folder = run.get("model").is_some_and(|model| model.get("folder").is_some());
-        if !has_folder && run.get("model").is_none_or(|model| model.is_str()) {
+        if run.contains_key("trainable") {
+            run.entry("model").or_insert_with(|| toml::from_str("folder = \"SmolLM-135M\"").unwrap());
+        }
+        if run.get("model").is_none_or(Value::is_str) {
             let is_llama = run.get("model").is_some_and(|model| model.as_str().unwrap().starts_with("llama"));
             run.insert("model".into(), toml::from_str(if is_llama { "[llama]" } else { "[moe]" }).unwrap());
         }
-        if run.get("trainable").is_some() && !has_folder {
-            run.insert("model".into(), toml::from_str("folder = \"SmolLM-135M\"").unwrap());
-        }
-        let data = run.entry("data").or_insert_with(|| toml::from_str("path = \"text\"\nvocabulary = 256").unwrap());
-        let data = data.as_table_mut().unwrap();
+        let has_folder = run["model"].get("folder").is_some();
+        let data = run.entry("data").or_insert_with(|| Table::new().into()).as_table_mut().unwrap();
         data.entry("path").or_insert_with(|| "text".into());
+        if !has_folder {
+            data.insert("vocabulary".into(), 256.into());
+        }
         for source in data.get_mut("mix").and_then(Value::as_array_mut).into_iter().flatten() {
             source.as_table_mut().unwrap().insert("path".into(), "notes".into());
         }

@@ -32,7 +32,7 @@ struct Placed {
 impl Placed {
     fn new(vb: VarBuilder) -> gapless::Result<Self> {
         const WIDTH: usize = 16;
-        let (up, down) = (linear(WIDTH, 37, vb.pp("up"))?, linear(37, WIDTH, vb.pp("down"))?);
+        let (up, down) = (linear(WIDTH, 37, vb.pp("h.0.up"))?, linear(37, WIDTH, vb.pp("h.0.down"))?);
         let table = embedding(VOCABULARY, WIDTH, vb.pp("table"))?;
         Ok(Self { table, places: vb.get((SEQUENCE, WIDTH), "places")?, up, down })
     }
@@ -155,7 +155,7 @@ fn ranks_with_unequal_parts_have_the_same_collectives() {
             step.memory.recompute = "layers".parse().unwrap();
             step.pipeline = Pipeline { schedule: by_name("zb-h1").unwrap().into(), ..Pipeline::default() };
         }),
-        ("some recomputed", |step| step.memory.recompute = Recompute::Ops(vec!["linear".into()])),
+        ("some recomputed", |step| step.memory.recompute = Recompute::Ops(vec!["add".into()])),
         ("a budget", |step| step.memory.budget = Some(1 << 30)),
     ];
     for (turn, mesh) in meshes.into_iter().enumerate() {

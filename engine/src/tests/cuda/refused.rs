@@ -1,4 +1,4 @@
-//! What a GPU refuses: operations without kernels.
+//! The operations that a GPU refuses, because they have no kernels.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -8,15 +8,15 @@ fn sources(folder: &Path) -> Vec<PathBuf> {
     entries.flat_map(|path| if path.is_dir() { sources(&path) } else { vec![path] }).collect()
 }
 
-/// The page says that nothing is refused but operations without kernels, and that all operations of these crates have
-/// some: they launch kernels, or are views.
+/// The page says that nothing is refused but operations without kernels, and that all operations of gapless have some:
+/// they launch kernels, or are views. Collectives are exchanged by communicators.
 #[test]
 fn every_operation_has_kernels() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let page = fs::read_to_string(root.join("../docs/gpu.md")).unwrap();
     assert!(page.contains("**Nothing runs on the CPU alone.**"), "docs/gpu.md says what GPUs refuse");
     let mut operations = 0;
-    for path in sources(&root.join("graph/src")) {
+    for path in sources(&root.join("graph/src")).into_iter().filter(|path| !path.ends_with("tests.rs")) {
         let text = fs::read_to_string(&path).unwrap();
         for (before, after) in text.match_indices(" Op for ").map(|(at, _)| text.split_at(at)) {
             if before.lines().last().is_some_and(|line| line.starts_with("impl")) {
