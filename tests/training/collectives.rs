@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, VecDeque};
 use gapless::engine::compile::step::{RankPlan, boxed_build, compile_step};
 use gapless::engine::compile::{InstrKind, Program, Target};
 use gapless::models::{Gpt, GptConfig, Llama, LlamaConfig, Moe, MoeConfig, MoeStyle};
-use gapless::nn::{Embedding, Linear, Module, VarBuilder, embedding, linear};
+use gapless::nn::{Embedding, LayerNorm, Linear, Module, VarBuilder, embedding, layer_norm, linear};
 use gapless::parallel::{Axes, by_name};
 use gapless::{Mesh, Model, Pipeline, Recompute, StepOptions, Tensor};
 use gapless_testing::in_turn;
@@ -25,6 +25,7 @@ type Setting = (&'static str, fn(&mut StepOptions));
 struct Placed {
     table: Embedding,
     places: Tensor,
+    norm: LayerNorm,
     up: Linear,
     down: Linear,
 }
@@ -34,14 +35,16 @@ impl Placed {
         const WIDTH: usize = 16;
         let (up, down) = (linear(WIDTH, 37, vb.pp("h.0.up"))?, linear(37, WIDTH, vb.pp("h.0.down"))?);
         let table = embedding(VOCABULARY, WIDTH, vb.pp("table"))?;
-        Ok(Self { table, places: vb.get((SEQUENCE, WIDTH), "places")?, up, down })
+        let (places, norm) = (vb.get((SEQUENCE, WIDTH), "places")?, layer_norm(WIDTH, 1e-5, vb.pp("norm"))?);
+        Ok(Self { table, places, norm, up, down })
     }
 }
 
 impl Model for Placed {
     fn forward(&self, tokens: &Tensor, _train: bool) -> gapless::Result<Tensor> {
         let x = self.table.forward(tokens)?.broadcast_add(&self.places)?;
-        let x = x.add(&self.down.forward(&self.up.forward(&x)?.gelu()?)?)?;
+        let y = self.up.forward(&self.norm.forward(&x)?)?.gelu()?;
+        let x = x.add(&self.down.forward(&y)?)?;
         Linear::new(self.table.embeddings().clone(), None, "head").forward(&x)
     }
 }

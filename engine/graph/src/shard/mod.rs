@@ -822,7 +822,8 @@ impl<'a> Pass<'a> {
     fn finish(mut self, request: &Request<'_>) -> Result<Sharded> {
         let old = self.old;
         let like = |id: ValueId, phase: Option<Phase>| {
-            let made = old.producer(id).cloned();
+            // A view of a gradient may belong to a later phase than its elements.
+            let made = old.maker(id).map(|maker| old.node(maker).clone());
             let made = made.ok_or_else(|| Error::config("tensor ranks", "an output is not computed", "compute it"))?;
             Ok::<Node, Error>(Node { phase: phase.unwrap_or(made.phase), ..made })
         };
