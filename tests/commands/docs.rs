@@ -41,7 +41,7 @@ impl Place {
         let repository = Path::new(env!("CARGO_MANIFEST_DIR"));
         let evidence = repository.join("tests/evidence/hf/lora/llama_qv");
         let text = "To be or not to be, that is the question.\n\nWhether it is nobler in the mind to suffer.\n\n";
-        for name in ["text/a.txt", "text/b.md", "notes/one.txt", "book.txt", "TEXT"] {
+        for name in ["text/a.txt", "text/b.md", "web/a.txt", "notes/one.txt", "book.txt", "TEXT"] {
             place.write(name, &text.repeat(60));
         }
         for name in ["SmolLM-135M", "SmolLM-135M-Instruct", "FOLDER", "base"] {
@@ -123,24 +123,32 @@ impl Place {
     /// Reduces a printed run file to two steps of a small model.
     fn make_small(&self, file: &str) {
         let mut run: Table = toml::from_str(&fs::read_to_string(self.path(file)).unwrap()).unwrap();
-        let table = |value: &str| -> Value { Value::Table(toml::from_str(value).unwrap()) };
-        run.insert("steps".into(), 2.into());
-        run.insert("threads".into(), 1.into());
-        run.insert("evaluation".into(), table("every = 0\nwindows = 1"));
-        run.insert("checkpoints".into(), table("every = 0"));
-        let mut set = |path: [&str; 2], value: Value| {
-            if let Some(Value::Table(inner)) = run.get_mut(path[0]).filter(|inner| inner.get(path[1]).is_some()) {
-                inner.insert(path[1].to_owned(), value);
-            }
-        };
-        set(["model", "gpt"], table("layers = 1\nheads = 1\nwidth = 8"));
-        set(["data", "vocabulary"], 256.into());
-        set(["step", "batch"], 2.into());
-        set(["step", "micro_batches"], 1.into());
-        set(["step", "sequence"], 32.into());
-        set(["sample", "tokens"], 4.into());
+        shrink(&mut run);
         fs::write(self.path(file), run.to_string()).unwrap();
     }
+}
+
+/// Reduces a run to two steps of a small model.
+fn shrink(run: &mut Table) {
+    let table = |value: &str| -> Value { Value::Table(toml::from_str(value).unwrap()) };
+    run.insert("steps".into(), 2.into());
+    run.insert("threads".into(), 1.into());
+    run.insert("evaluation".into(), table("every = 0\nwindows = 1"));
+    run.insert("checkpoints".into(), table("every = 0"));
+    let mut set = |path: [&str; 2], value: Value| {
+        if let Some(Value::Table(inner)) = run.get_mut(path[0]).filter(|inner| inner.get(path[1]).is_some()) {
+            inner.insert(path[1].to_owned(), value);
+        }
+    };
+    let llama = "layers = 4\nheads = 4\nkv_heads = 4\nwidth = 16\nhidden = 16";
+    set(["model", "gpt"], table("layers = 1\nheads = 1\nwidth = 8"));
+    set(["model", "llama"], table(llama));
+    set(["model", "moe"], table(&format!("expert_hidden = 16\n[llama]\n{llama}\n[router]\nexperts = 8\ntop_k = 2")));
+    set(["data", "vocabulary"], 256.into());
+    set(["step", "batch"], 2.into());
+    set(["step", "micro_batches"], 1.into());
+    set(["step", "sequence"], 32.into());
+    set(["sample", "tokens"], 4.into());
 }
 
 fn text_of(page: &str) -> String {
@@ -211,18 +219,75 @@ pages! {
     weights_and_data = "docs/weights_and_data.md",
 }
 
-/// A GPU has kernels for every run file that `gapless init` prints. The files have small models here.
-#[cfg(all(unix, feature = "cuda"))]
+/// Returns every run file and part of one that the pages, `specs` and `gapless init` have, with where it is from.
+#[cfg(all(target_os = "linux", feature = "cuda"))]
+fn run_files() -> Vec<(String, Table)> {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let files = |folder: &str, extension: &str| {
+        let entries = fs::read_dir(root.join(folder)).unwrap().map(|entry| entry.unwrap().path());
+        let mut files: Vec<_> = entries.filter(|path| path.extension().is_some_and(|end| end == extension)).collect();
+        files.sort();
+        files.into_iter().map(|path| (path.display().to_string(), fs::read_to_string(&path).unwrap()))
+    };
+    let mut texts: Vec<(String, String)> =
+        files("src/bin/gapless/presets", "toml").chain(files("specs", "toml")).collect();
+    for (page, text) in files("docs", "md").chain([("README.md".to_owned(), text_of("README.md"))]) {
+        let blocks = text.split("\n```").skip(1).step_by(2).filter_map(|block| block.strip_prefix("toml\n"));
+        texts.extend(blocks.map(|block| (format!("{page}: {block}"), block.to_owned())));
+    }
+    let parsed = texts.into_iter().map(|(from, text)| {
+        let run = toml::from_str(&text).unwrap_or_else(|error| panic!("{from}: {error}"));
+        (from, run)
+    });
+    parsed.filter(|(_, run): &(_, Table)| !run.contains_key("dependencies")).collect()
+}
+
+/// Every run file trains on a simulated GPU, with a small model and few steps. A part of a run file is put into a run of a
+/// mixture, and of a sweep all runs get the keys that it does not vary.
+#[cfg(all(target_os = "linux", feature = "cuda"))]
 #[test]
 fn a_gpu_runs_every_run_file() {
+    use gapless_testing::fake_driver::{BROKEN_RULE, compiler, use_fake_driver};
+    if compiler().is_none() {
+        return gapless_testing::not_checked("there is no C++ compiler");
+    }
     let place = Place::new();
-    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
-    for file in fs::read_dir(root.join("src/bin/gapless/presets")).unwrap().map(|file| file.unwrap().path()) {
-        let name = file.file_stem().unwrap().to_str().unwrap();
-        place.run("gapless init", &format!("gapless init {name} > {name}.toml"));
-        place.run("gapless init", &format!("gapless plan {name}.toml --device cuda:0 --planning 0 > {name}.txt"));
-        let plan = fs::read_to_string(place.path(&format!("{name}.txt"))).unwrap();
-        assert!(!plan.contains("cannot run on a GPU"), "{name}: {plan}");
+    let files = run_files();
+    assert!(files.len() > 18, "{} run files were found", files.len());
+    for (index, (from, mut run)) in files.into_iter().enumerate() {
+        ["vary", "skip", "menu", "sweep"].iter().for_each(|key| _ = run.remove(*key));
+        if run.contains_key("trainable") {
+            run.entry("model").or_insert_with(|| toml::from_str("folder = \"SmolLM-135M\"").unwrap());
+        }
+        if run.get("model").is_none_or(Value::is_str) {
+            let is_llama = run.get("model").is_some_and(|model| model.as_str().unwrap().starts_with("llama"));
+            run.insert("model".into(), toml::from_str(if is_llama { "[llama]" } else { "[moe]" }).unwrap());
+        }
+        let has_folder = run["model"].get("folder").is_some();
+        let data = run.entry("data").or_insert_with(|| Table::new().into()).as_table_mut().unwrap();
+        data.entry("path").or_insert_with(|| "text".into());
+        if !has_folder {
+            data.insert("vocabulary".into(), 256.into());
+        }
+        for source in data.get_mut("mix").and_then(Value::as_array_mut).into_iter().flatten() {
+            source.as_table_mut().unwrap().insert("path".into(), "notes".into());
+        }
+        run.entry("step").or_insert_with(|| Table::new().into());
+        let step = run["step"].as_table_mut().unwrap();
+        ["batch", "micro_batches", "sequence"].iter().for_each(|key| _ = step.insert((*key).to_owned(), 1.into()));
+        shrink(&mut run);
+        if run.contains_key("mesh") {
+            run["step"].as_table_mut().unwrap().insert("batch".into(), 8.into());
+        }
+        run.insert("device".into(), "cuda:0".into());
+        place.write("run.toml", &run.to_string());
+        let mut command = Command::new(env!("CARGO_BIN_EXE_gapless"));
+        command.args(["train", "run.toml", "--out", &format!("runs/{index}")]).current_dir(place.folder.path());
+        use_fake_driver(&mut command);
+        let output = command.stdin(Stdio::null()).output().unwrap();
+        let told = String::from_utf8_lossy(&output.stderr).into_owned() + &String::from_utf8_lossy(&output.stdout);
+        assert!(output.status.success() && !told.contains(BROKEN_RULE), "{from}\n{run}\n{told}");
+        assert!(told.contains("the double of the driver was asked"), "{from} asks nothing of a GPU:\n{told}");
     }
 }
 

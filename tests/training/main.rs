@@ -6,6 +6,7 @@ mod accumulation;
 mod bad_input;
 mod bf16;
 mod causality;
+mod collectives;
 #[path = "../common/mod.rs"]
 mod common;
 mod context_ranks;

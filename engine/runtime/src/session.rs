@@ -26,7 +26,7 @@ pub struct RunOptions {
     pub seed: u64,
     /// The training step, from which the run's random numbers are derived.
     pub step: u64,
-    /// Fill every dead range with NaN between instructions. Results must not change. A debugging aid, CPU only.
+    /// Fill every dead range with NaN between instructions. Results must not change. A debugging aid.
     pub poison: bool,
     /// Check every output, and report the first instruction with an output that is not finite.
     pub watch: bool,

@@ -128,7 +128,6 @@ impl TrainerBuilder<'_> {
         let (executable, compiled) = self.purpose.compile(build, &step, &ranks, options.target())?;
         #[cfg(feature = "cuda")]
         if options.target() == Target::Cuda {
-            options.check_for_gpu()?;
             Session::launches(&executable)?;
         }
         let least = executable.solution().lower_bound;
@@ -276,7 +275,6 @@ impl Trainer {
         rank: usize,
         purpose: Purpose,
     ) -> Result<Self> {
-        options.check_for_gpu()?;
         let step = &options.step;
         let plan = RankPlan::of(step, rank)?;
         let (executable, compiled) = purpose.compile(build, step, &plan, Target::Cuda)?;

@@ -6,7 +6,6 @@ use gapless_runtime::cpu::{MAX_THREADS, resolve_threads};
 
 use super::DeviceChoice;
 #[cfg(feature = "cuda")]
-use crate::cuda::POISON;
 use crate::error::{Result, TrainError};
 use crate::learning_rate::LearningRate;
 
@@ -32,7 +31,7 @@ pub struct TrainOptions {
     /// three more bits. Attention and the products of experts are not affected, nor is a CPU.
     pub tf32: bool,
     /// Whether dead ranges of the arena are filled with NaN between instructions. This is a debugging aid: if it
-    /// changes the results, an instruction reads a dead range.
+    /// changes the results, an instruction reads a dead range. A GPU then runs instruction by instruction, and no recording.
     pub poison: bool,
 }
 
@@ -129,16 +128,6 @@ impl TrainOptions {
         }
         self.step.check()?;
         self.learning_rate.check()?;
-        Ok(())
-    }
-
-    /// Returns an error if an option is set that GPUs do not support.
-    #[cfg(feature = "cuda")]
-    pub(super) fn check_for_gpu(&self) -> Result<()> {
-        if self.poison {
-            let why = format!("only the CPU has {}: {}", POISON.feature, POISON.why);
-            return Err(TrainError::config("device", why, POISON.remedy));
-        }
         Ok(())
     }
 }

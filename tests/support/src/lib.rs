@@ -1,6 +1,8 @@
 //! Shared by the tests of all crates: generated cases that are the same everywhere, reports of skipped checks, and
 //! access to files next to the repository, and to the pages of the documentation.
 //!
+//! [`fake_driver`] makes a program see a GPU that is simulated.
+//!
 //! In: cases, as proptest's strategies describe them. Out: tests whose verdict depends neither on the machine nor on
 //! the day, and on request (`GAPLESS_EXPLORE`) tests that look for new cases. This crate makes no assertions about
 //! gapless.
@@ -33,6 +35,7 @@
 #![allow(clippy::test_attr_in_doctest, reason = "the example shows how a test is declared")]
 
 mod evidence;
+pub mod fake_driver;
 mod generated;
 mod only;
 mod page;

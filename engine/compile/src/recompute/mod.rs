@@ -32,6 +32,7 @@ pub use twice::stages_that_recompute_twice;
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use gapless_graph::ops::Collective;
 use gapless_graph::{Graph, NodeId, Place, ValueId};
 use gapless_parallel::StageId;
 
@@ -125,6 +126,12 @@ impl RematPlan {
             variant.end_with_input.extend(ends);
         }
         self
+    }
+
+    /// True if the recomputation repeats collectives besides the gathers of persistent tensors.
+    pub fn repeats_exchanges(&self, graph: &Graph) -> bool {
+        let mut nodes = self.variants.iter().flat_map(|variant| &variant.nodes).map(|&node| graph.node(node));
+        nodes.any(|node| Collective::of(node).is_some() && !gathers_persistent(graph, node))
     }
 
     /// True if nothing is recomputed.

@@ -222,7 +222,7 @@ fn record(build: &Build<'_>, options: &StepOptions, ranks: &RankPlan) -> Result<
 }
 
 /// Decides which values a step recomputes. In a split backward, a stage recomputes twice if that lowers the rank's peak
-/// of live bytes.
+/// of live bytes, unless this could make tensor ranks with unequal parts repeat other exchanges.
 fn choose_recomputation(
     step: &TrainStep,
     options: &StepOptions,
@@ -234,6 +234,10 @@ fn choose_recomputation(
     let once = policy(step, options, ranks, target, others)?;
     let Some(stages) = can_be_twice(options, ranks, &once) else { return Ok(once) };
     let graph = step.graph();
+    // All ranks of a group must repeat the same collectives, and the peaks of ranks with unequal parts may lead to others.
+    if once.repeats_exchanges(&graph) && !step.held.is_even(ranks.mesh.tensor) {
+        return Ok(once);
+    }
     let short = shortened(options, ranks);
     let (twice, _) = stages_that_recompute_twice(stages, |stages| {
         let train = step.lower_graph(&graph, &short, target, &once.clone().recompute_in_both_halves(&graph, stages))?;

@@ -45,6 +45,12 @@ impl Held {
         self.axes.get(name).copied().unwrap_or(Axes::NONE)
     }
 
+    /// True if `ranks` tensor ranks hold parts of equal size of every persistent tensor. All of them come to the same answer.
+    pub fn is_even(&self, ranks: usize) -> bool {
+        let mut divided = self.windows.values().filter(|window| !window.is_whole());
+        divided.all(|window| window.elements() * ranks == window.whole_dims().iter().product::<usize>())
+    }
+
     /// Returns whether a persistent tensor is an expert rank's share.
     pub fn is_share(&self, name: &str) -> bool {
         self.shares.contains(name)

@@ -330,6 +330,12 @@ impl<'a> Pass<'a> {
         self.analysis.window(id, &parts)
     }
 
+    /// Returns every rank's part of a value. A choice between collectives, or between operations that a later division
+    /// treats in different ways, depends on all of them: all ranks must make the same.
+    fn windows_of_ranks(&self, id: ValueId, cut: usize) -> impl Iterator<Item = Window> + '_ {
+        (0..self.sharing.ranks).map(move |rank| self.window_of(id, Some(cut), rank))
+    }
+
     fn windows_of(&self, ids: &[ValueId], cut: Option<usize>) -> Vec<Window> {
         ids.iter().map(|&id| self.window(id, cut)).collect()
     }
@@ -454,7 +460,7 @@ impl<'a> Pass<'a> {
         let node = self.old.node(id);
         let sums_up = (0..node.outputs.len()).any(|output| self.sums(id, output, cut)) || self.keys(id, cut).is_some();
         let is_divided = |&input: &ValueId| {
-            let of_ranks = (0..self.sharing.ranks).map(|rank| self.window_of(input, Some(cut), rank).elements());
+            let of_ranks = self.windows_of_ranks(input, cut).map(|window| window.elements());
             !self.has(cut, input) || of_ranks.sum::<usize>() == self.old.value(input).spec.elements()
         };
         !sums_up || node.inputs.iter().all(is_divided)
@@ -531,7 +537,7 @@ impl<'a> Pass<'a> {
         if let Some(&part) = self.moved.get(&key) {
             return Ok(part);
         }
-        let part = self.slice(whole, &self.window(id, Some(cut)), like)?;
+        let part = self.slice(whole, id, cut, like)?;
         self.moved.insert(key, part);
         Ok(part)
     }
@@ -591,7 +597,7 @@ impl<'a> Pass<'a> {
     fn scatter(&mut self, id: ValueId, rows: usize, like: &Node) -> Result<()> {
         let window = self.window(id, Some(rows));
         let summand = self.states[&id].id;
-        let (summand, dim) = match (self.is_run(&window), self.places(id, rows)) {
+        let (summand, dim) = match (self.are_runs(id, rows), self.places(id, rows)) {
             (true, _) => (summand, 0),
             (false, Some(places)) => {
                 let dim = places.dim;
@@ -601,7 +607,7 @@ impl<'a> Pass<'a> {
             (false, None) => {
                 self.all_reduce(id, like)?;
                 let whole = self.states[&id].id;
-                let part = self.slice(whole, &window, like)?;
+                let part = self.slice(whole, id, rows, like)?;
                 self.states.insert(id, State::part(part, Some(rows)));
                 return Ok(());
             }
@@ -619,7 +625,7 @@ impl<'a> Pass<'a> {
     /// Returns the places of all ranks' parts of a value, if the ranks divide the indices of one dimension equally.
     fn places(&self, id: ValueId, cut: usize) -> Option<Places> {
         let spec = &self.old.value(id).spec;
-        let windows: Vec<Window> = (0..self.sharing.ranks).map(|rank| self.window_of(id, Some(cut), rank)).collect();
+        let windows: Vec<Window> = self.windows_of_ranks(id, cut).collect();
         let first = windows[0].dims();
         let mut divided = (0..first.len()).filter(|&dim| first[dim] < spec.dims()[dim]);
         let (dim, None) = (divided.next()?, divided.next()) else { return None };
@@ -698,23 +704,27 @@ impl<'a> Pass<'a> {
         self.swap_forward(taken, dim, like)
     }
 
-    /// True if the ranks' parts of a value are equal runs of its elements, in the order of the ranks.
-    fn is_run(&self, window: &Window) -> bool {
-        let Sharing { ranks, rank, .. } = self.sharing;
-        let elements = window.elements();
-        let all: usize = window.whole_dims().iter().product();
-        elements * ranks == all && window.runs().eq([rank * elements..(rank + 1) * elements])
+    /// True if the ranks' parts of a value are equal runs of its elements, in the order of the ranks. All ranks come to the
+    /// same answer.
+    fn are_runs(&self, id: ValueId, cut: usize) -> bool {
+        let (ranks, all) = (self.sharing.ranks, self.old.value(id).spec.elements());
+        let elements = all / ranks;
+        let is_run = |(rank, window): (usize, Window)| window.runs().eq([rank * elements..(rank + 1) * elements]);
+        all.is_multiple_of(ranks) && self.windows_of_ranks(id, cut).enumerate().all(is_run)
     }
 
-    /// Returns a part of a whole value.
-    fn slice(&mut self, mut value: ValueId, window: &Window, like: &Node) -> Result<ValueId> {
+    /// Returns this rank's part of a whole value, with the same operations on all ranks. Ranges of a rank that touch are one
+    /// range, so ranks whose tokens are divided look rows up even if their own lie side by side.
+    fn slice(&mut self, mut value: ValueId, id: ValueId, cut: usize, like: &Node) -> Result<ValueId> {
+        let window = self.window(id, Some(cut));
         for (dim, &extent) in window.whole_dims().iter().enumerate() {
             let held = &window.held()[dim];
             if *held == [0..extent] {
                 continue;
             }
-            if held.len() > 1 && (self.sharing.divides_tokens() || !FLOATS.contains(&self.new.value(value).spec.dtype))
-            {
+            let is_float = FLOATS.contains(&self.new.value(value).spec.dtype);
+            let is_one_range = self.windows_of_ranks(id, cut).all(|window| window.held()[dim].len() == 1);
+            if !is_one_range && (self.sharing.divides_tokens() || !is_float) {
                 let indices: Vec<Option<usize>> = held.iter().cloned().flatten().map(Some).collect();
                 value = self.take(value, dim, &indices, like)?;
                 continue;
@@ -741,10 +751,8 @@ impl<'a> Pass<'a> {
 
     /// Returns all of a value of which every rank has the part of a cut.
     fn gather(&mut self, id: ValueId, part: ValueId, cut: usize, like: &Node) -> Result<ValueId> {
-        let window = self.window(id, Some(cut));
-        let shape = window.whole_dims();
-        if self.is_run(&window) {
-            return self.all_gather(part, shape, like);
+        if self.are_runs(id, cut) {
+            return self.all_gather(part, self.old.value(id).spec.dims(), like);
         }
         if let Some(places) = self.places(id, cut) {
             let dim = places.dim;
@@ -814,7 +822,8 @@ impl<'a> Pass<'a> {
     fn finish(mut self, request: &Request<'_>) -> Result<Sharded> {
         let old = self.old;
         let like = |id: ValueId, phase: Option<Phase>| {
-            let made = old.producer(id).cloned();
+            // A view of a gradient may belong to a later phase than its elements.
+            let made = old.maker(id).map(|maker| old.node(maker).clone());
             let made = made.ok_or_else(|| Error::config("tensor ranks", "an output is not computed", "compute it"))?;
             Ok::<Node, Error>(Node { phase: phase.unwrap_or(made.phase), ..made })
         };

@@ -74,7 +74,7 @@ impl Pass<'_> {
             (Some(&Route { experts, chooses, capacity: Some(_) }), _) => {
                 let all = self.bring_all(node, None)?;
                 let all = self.apply(node, node.op.clone(), &all)?[PLACES];
-                let kept = self.slice(all, &self.window(places, Some(rows)), node)?;
+                let kept = self.slice(all, places, rows, node)?;
                 let mut inputs = vec![kept];
                 if chooses == Chooses::Tokens {
                     inputs.push(self.bring(node.inputs[0], Some(rows), node)?);
@@ -100,8 +100,8 @@ impl Pass<'_> {
 
     /// Returns the maximum number of rows of the rank's own tokens.
     fn most_rows(&self, node: &Node, rows: usize) -> usize {
-        let own = |rank| self.window_of(node.outputs[PLACES], Some(rows), rank).elements();
-        let most = (0..self.sharing.ranks).map(own).max().unwrap_or(0);
+        let own = self.windows_of_ranks(node.outputs[PLACES], rows).map(|window| window.elements());
+        let most = own.max().unwrap_or(0);
         self.old.value(node.outputs[SLOTS]).spec.elements().min(most)
     }
 

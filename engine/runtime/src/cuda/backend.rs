@@ -13,9 +13,9 @@ use gapless_compile::{Executable, ProgramId};
 use gapless_kernels::cpu::args::Address;
 use gapless_kernels::cuda::Launch;
 
-use super::cpu_only::Refused;
 use super::device::{Device, DeviceError, DeviceMemory, Recording};
 use super::place::{ALIGNMENT, Launches, Part, Persistents, Place};
+use super::refused::Refused;
 use super::runner::{Runner, is_finite};
 use super::slots::{Slots, table_bytes};
 use super::staging::Staging;
@@ -138,7 +138,7 @@ impl Backend for CudaBackend {
     // `on_cuda`.
     fn run(&mut self, executable: &Executable, id: ProgramId, options: RunOptions) -> Result<Option<String>> {
         let program = &executable.programs()[id.0];
-        if !options.watch {
+        if !options.watch && !options.poison {
             self.runner.go_through(executable, id, options, &self.recordings[id.0], |run, part| {
                 let Some(recording) = part.launches else { return Ok(()) };
                 Ok(run.device.replay(recording).map_err(|error| run.at_once(error))?)
@@ -158,11 +158,11 @@ impl Backend for CudaBackend {
                 run.device.run(launches, &|_| instruction.describe())?;
             }
             for address in instruction.results() {
-                if culprit.is_none() && !is_finite(run.device, run.located(), address)? {
+                if options.watch && culprit.is_none() && !is_finite(run.device, run.located(), address)? {
                     culprit = Some(instruction.describe());
                 }
             }
-            Ok(())
+            if options.poison { run.poison(instruction) } else { Ok(()) }
         })?;
         Ok(culprit)
     }

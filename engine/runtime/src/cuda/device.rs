@@ -107,12 +107,12 @@ pub trait Device: Debug + Send {
     /// Returns the driver's error.
     fn replay(&mut self, recording: Recording) -> Result<(), DeviceError>;
 
-    /// Fills bytes with zeros, after all work that was started before.
+    /// Sets bytes to one value, after all work that was started before.
     ///
     /// # Errors
     /// Returns the driver's error.
-    fn clear(&mut self, address: u64, bytes: usize) -> Result<(), DeviceError> {
-        self.write(address, &vec![0; bytes])
+    fn fill(&mut self, address: u64, bytes: usize, value: u8) -> Result<(), DeviceError> {
+        self.write(address, &vec![value; bytes])
     }
 
     /// Waits for all work that was started before.

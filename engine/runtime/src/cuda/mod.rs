@@ -17,7 +17,6 @@ mod backend;
 mod cache;
 mod context;
 mod copies;
-mod cpu_only;
 mod cublaslt;
 mod device;
 mod error;
@@ -31,6 +30,7 @@ mod nvrtc;
 mod peers;
 mod place;
 mod profile;
+mod refused;
 mod resources;
 mod runner;
 mod session;
@@ -40,7 +40,6 @@ mod stream;
 
 pub use backend::CudaBackend;
 pub use cache::Cache;
-pub use cpu_only::{CPU_ONLY, CpuOnly, MissingKernel, POISON};
 pub use device::{Describe, Device, DeviceError, DeviceMemory, Recording};
 pub use error::KernelError;
 pub use gapless_kernels::cuda::{
@@ -50,4 +49,5 @@ pub use gapless_kernels::cuda::{
 pub use nvidia::Nvidia;
 pub use nvrtc::{Architecture, Compiled, Nvrtc};
 pub use profile::{LaunchWork, Timed, Work};
+pub use refused::MissingKernel;
 pub use resources::Resources;

@@ -16,8 +16,8 @@ use gapless_kernels::cpu::args::Address;
 use gapless_kernels::cuda::launch::together;
 use gapless_kernels::cuda::{Features, HostCopy, Launch, Operand, Operands, Random};
 
-use super::cpu_only::Refused;
 use super::device::{Device, DeviceError};
+use super::refused::Refused;
 use super::slots::slot;
 use crate::error::Result;
 

@@ -93,6 +93,15 @@ impl Run<'_> {
         self.slots.located()
     }
 
+    /// Sets all bytes of the ranges that are dead after an instruction, which has been started. Floats of such bytes are NaN.
+    pub fn poison(&mut self, instruction: &Instruction) -> Result<()> {
+        let dead = instruction.dead_after.iter().cloned().chain(self.slots.routed.released(instruction));
+        for Range { start, end } in dead.collect::<Vec<_>>() {
+            self.device.fill(self.place.base + start, (end - start) as usize, u8::MAX)?;
+        }
+        Ok(())
+    }
+
     /// Adds the program's name to an error of a recorded program. The driver does not say which of the launches has
     /// failed.
     pub fn at_once(&self, error: DeviceError) -> DeviceError {

@@ -247,7 +247,7 @@ impl Exchanging<'_> {
                 let clear = |(start, bytes): Bytes| match output.at {
                     // SAFETY: as above.
                     Some(_) => unsafe { as_slice((start, bytes)) }.fill(0),
-                    None => cleared = device.clear(start.expose_provenance() as u64, bytes),
+                    None => cleared = device.fill(start.expose_provenance() as u64, bytes, 0),
                 };
                 // SAFETY: as above; this memory is not accessed until the request is finished.
                 unsafe { self.guard.transfers.begin(*collective, request, &operands, clear) }.map_err(failed)?;

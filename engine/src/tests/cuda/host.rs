@@ -1,11 +1,11 @@
 //! Compiles kernels for the CPU, and runs them on a simulated device.
 
 use std::collections::BTreeMap;
-use std::ffi::{CStr, OsString, c_char, c_void};
+use std::ffi::{CStr, c_char, c_void};
 use std::io::Write;
-use std::path::{Path, PathBuf};
-use std::process::Command;
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::{Mutex, PoisonError};
+
+use gapless_testing::fake_driver::{COMPILERS, KERNELS, build, compiler, kernel_options, simulated_device};
 
 use super::{gpu, products};
 use crate::cuda::{Family, Kernel, Launch};
@@ -18,16 +18,6 @@ struct Run {
     block: u32,
     shared_bytes: u32,
     is_reversed: u32,
-}
-
-/// The supported C++ compilers.
-const COMPILERS: [&str; 3] = ["g++", "clang++", "c++"];
-
-/// Returns the first C++ compiler that is installed, or `None` if there is none.
-pub fn compiler() -> Option<&'static str> {
-    static FOUND: OnceLock<Option<&'static str>> = OnceLock::new();
-    let runs = |name: &str| Command::new(name).arg("--version").output().is_ok_and(|output| output.status.success());
-    *FOUND.get_or_init(|| COMPILERS.into_iter().find(|name| runs(name)))
 }
 
 /// True if there is a GPU or a C++ compiler. If there is neither, reports that the test is skipped.
@@ -106,7 +96,7 @@ unsafe fn start(kernel: &Kernel, is_reversed: bool) -> Result<(), String> {
 
 /// Compiles a family for the CPU and loads it. Uses the library of an earlier test run if the source is the same.
 fn compile(family: Family) -> libloading::Library {
-    let folder = compiled();
+    let folder = simulated_device();
     let library = folder.join(format!("{}.so", blake3::hash(family.source().as_bytes()).to_hex()));
     if !library.exists() {
         let mut text = tempfile::NamedTempFile::new_in(folder).expect("room for a source");
@@ -115,84 +105,4 @@ fn compile(family: Family) -> libloading::Library {
     }
     // SAFETY: the library was built above, and runs no code when it is loaded.
     unsafe { libloading::Library::new(&library) }.expect("a shared library")
-}
-
-const KERNELS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/kernels/src/cuda/kernels");
-const ON_HOST: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/src/tests/cuda/on_host");
-
-/// Returns the compiler options for kernels, which precede the kernel's file.
-pub fn kernel_options() -> Vec<OsString> {
-    let mut options = FLAGS.map(OsString::from).to_vec();
-    options.extend(["-shared", "-include"].map(OsString::from));
-    options.extend([Path::new(ON_HOST).join("device.hpp"), compiled().join(DEVICE)].map(OsString::from));
-    options.extend(["-x", "c++"].map(OsString::from));
-    options
-}
-
-/// The object file of the simulated device.
-const DEVICE: &str = "device.o";
-
-/// Returns the folder for compiled kernels, which also contains the simulated device.
-fn compiled() -> &'static Path {
-    static FOLDER: OnceLock<PathBuf> = OnceLock::new();
-    FOLDER.get_or_init(|| {
-        let version = Command::new(compiler().expect("asked before")).arg("--version").output().expect("it has run");
-        let texts = [KERNELS, ON_HOST].into_iter().flat_map(|folder| std::fs::read_dir(folder).expect("sources"));
-        let texts = texts.map(|text| text.expect("a file").path()).filter(|text| text.is_file());
-        let tools = [&version.stdout[..], FLAGS.join(" ").as_bytes()].concat();
-        kept("on-host", texts.collect(), &tools, |folder| {
-            let source = Path::new(ON_HOST).join("device.cpp");
-            let options = FLAGS.map(OsString::from).into_iter().chain(["-O2".into(), "-c".into(), source.into()]);
-            build(options, &folder.join(DEVICE));
-        })
-    })
-}
-
-/// Returns a folder next to the test program, whose name ends with a hash of `texts` and `tools`. If the folder does
-/// not exist, `make` fills it, and folders for other contents are removed.
-pub fn kept(name: &str, mut texts: Vec<PathBuf>, tools: &[u8], make: impl FnOnce(&Path)) -> PathBuf {
-    texts.sort();
-    let mut hash = blake3::Hasher::new();
-    hash.update(tools);
-    for text in &texts {
-        hash.update(&std::fs::read(text).expect("a source"));
-    }
-    let program = std::env::current_exe().expect("this program");
-    let beside = program.parent().expect("a folder");
-    let prefix = format!("{name}-");
-    let folder = beside.join(format!("{prefix}{}", &hash.finalize().to_hex()[..16]));
-    if !folder.exists() {
-        let old = std::fs::read_dir(beside).expect("a folder").map(|entry| entry.expect("an entry"));
-        let is_old = |file: &std::ffi::OsStr| file.to_string_lossy().starts_with(&prefix);
-        for old in old.filter(|entry| is_old(&entry.file_name()) && entry.path().is_dir()) {
-            std::fs::remove_dir_all(old.path()).expect("what is of no use any more");
-        }
-        let making = tempfile::tempdir_in(beside).expect("a folder beside this program");
-        make(making.path());
-        // Another process may have created the folder in the meantime.
-        let is_there = std::fs::rename(making.keep(), &folder).is_ok() || folder.exists();
-        assert!(is_there, "no folder {}", folder.display());
-    }
-    folder
-}
-
-const FLAGS: [&str; 8] = [
-    "-std=c++17",
-    "-O1",
-    "-fPIC",
-    "-Wall",
-    "-Werror",
-    "-Wno-unused-function",
-    "-Wno-unknown-pragmas",
-    // The fibers use longjmp to switch stacks, which the fortified version rejects.
-    "-U_FORTIFY_SOURCE",
-];
-
-/// Compiles to a temporary file and renames it, so that no other process sees an incomplete file.
-fn build(arguments: impl IntoIterator<Item = OsString>, output: &Path) {
-    let draft = output.with_extension(format!("{}.draft", std::process::id()));
-    let mut command = Command::new(compiler().expect("asked before"));
-    let made = command.args(arguments).arg("-o").arg(&draft).output().expect("the compiler runs");
-    assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
-    std::fs::rename(&draft, output).expect("the folder is ours");
 }

@@ -4,7 +4,6 @@
 mod architectures;
 mod attention;
 mod cache;
-mod cpu_only;
 #[cfg(target_os = "linux")]
 mod double;
 mod elementwise;
@@ -26,6 +25,7 @@ mod processor;
 mod products;
 mod quantized;
 mod ranks;
+mod refused;
 mod rounding;
 mod routing;
 mod rows;

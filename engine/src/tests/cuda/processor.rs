@@ -32,6 +32,8 @@ pub struct Processor {
     uses_tf32: bool,
     /// True if blocks and threads run in descending order.
     is_reversed: bool,
+    /// The number of bytes that were set to a value other than 0.
+    filled: Arc<AtomicUsize>,
 }
 
 /// Returns the selected GPU, or a simulated device if none is selected.
@@ -48,6 +50,11 @@ impl Processor {
     /// Creates a device whose file for offloaded activations fails after this number of copies.
     pub fn with_file(good: Arc<AtomicUsize>) -> Self {
         Self { file: Some(File { good, has_failed: false }), ..Self::default() }
+    }
+
+    /// Creates a device that counts the bytes that are set to a value other than 0.
+    pub fn counting(filled: Arc<AtomicUsize>) -> Self {
+        Self { filled, ..Self::default() }
     }
 
     /// Creates a device whose blocks and threads run in descending order.
@@ -157,6 +164,11 @@ impl Device for Processor {
         // SAFETY: `at` has checked that the range is in this memory, to which `&mut self` gives exclusive access.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.at(address, bytes.len()), bytes.len()) };
         Ok(())
+    }
+
+    fn fill(&mut self, address: u64, bytes: usize, value: u8) -> Result<(), DeviceError> {
+        self.filled.fetch_add(if value == 0 { 0 } else { bytes }, Ordering::Relaxed);
+        self.write(address, &vec![value; bytes])
     }
 
     fn read(&self, address: u64, bytes: &mut [u8]) -> Result<(), DeviceError> {

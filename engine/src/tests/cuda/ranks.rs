@@ -254,7 +254,8 @@ pub fn compare_divided(device: impl Fn(usize) -> Box<dyn Device> + Sync) {
         step: StepOptions { mesh, sequence_parallel, sequence: TOKENS, ..quick().step },
         ..quick()
     };
-    let dense = [(tensor, false), (context, false), (tensor, true), (Mesh { data: 2, ..context }, false)];
+    let both = Mesh { tensor: 2, ..context };
+    let dense = [(both, true), (tensor, false), (context, false), (tensor, true), (Mesh { data: 2, ..context }, false)];
     for (turn, style) in [Style::Gpt, Style::Llama].into_iter().enumerate() {
         for (mesh, sequence_parallel) in every_other(&dense, turn) {
             let what = format!("{style:?} on {mesh:?}, sequence parallel: {sequence_parallel}");

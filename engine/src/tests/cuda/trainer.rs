@@ -1,6 +1,9 @@
 //! A trainer on a simulated device, through the public interface.
 
 use std::ops::ControlFlow;
+use std::sync::Arc;
+use std::sync::atomic::AtomicUsize;
+use std::sync::atomic::Ordering::Relaxed;
 
 use candle_core::{DType, Device as CandleDevice};
 
@@ -424,15 +427,25 @@ fn without_a_gpu_the_cpu_says_why() {
     assert!(Trainer::new(build, options).unwrap().device().to_string().contains("NVIDIA driver"));
 }
 
-/// An option that a GPU does not support is an error, which is returned before a device is opened.
+/// The contents of dead memory change no bit of a step on a device.
 #[test]
-fn options_for_the_cpu_alone_are_refused() {
-    let poisoned = TrainOptions { poison: true, ..options() };
-    let error = Trainer::builder(|vb| Small::new(Style::Gpt, vb), poisoned)
-        .on_device(Box::<Processor>::default())
-        .build()
-        .unwrap_err();
-    assert!(error.to_string().starts_with("device: "), "{error}");
+fn dead_memory_changes_no_bit() {
+    if !host::is_there() {
+        return;
+    }
+    for style in [Style::Gpt, Style::Llama] {
+        let steps = |poison| {
+            let options = TrainOptions { poison, ..options() };
+            let filled = Arc::new(AtomicUsize::new(0));
+            let device = gpu::another().unwrap_or_else(|| Box::new(Processor::counting(filled.clone())));
+            let mut trainer = Trainer::builder(|vb| Small::new(style, vb), options).on_device(device).build().unwrap();
+            let steps: Vec<[f32; 2]> = (0..3).map(|_| step(&mut trainer).unwrap()).collect();
+            assert!(gpu::is_asked_for() || (filled.load(Relaxed) > 0) == poison, "{style:?}");
+            let names: Vec<String> = trainer.parameter_names().map(String::from).collect();
+            (steps, names.iter().map(|name| numbers(&trainer.tensor(name).unwrap())).collect::<Vec<_>>())
+        };
+        assert_eq!(steps(true), steps(false), "{style:?}");
+    }
 }
 
 #[test]

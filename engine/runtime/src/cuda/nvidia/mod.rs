@@ -420,14 +420,15 @@ impl Device for Nvidia {
             .named(&self.name, "cuGraphLaunch")
     }
 
-    fn clear(&mut self, address: u64, bytes: usize) -> Result<(), DeviceError> {
+    fn fill(&mut self, address: u64, bytes: usize, value: u8) -> Result<(), DeviceError> {
         if bytes == 0 {
             return Ok(());
         }
         self.enter()?;
         self.expect_inside(address, bytes, "cuMemsetD8Async")?;
         // SAFETY: the range is mapped.
-        unsafe { result::memset_d8_async(address, 0, bytes, self.stream.handle()) }.named(&self.name, "cuMemsetD8Async")
+        unsafe { result::memset_d8_async(address, value, bytes, self.stream.handle()) }
+            .named(&self.name, "cuMemsetD8Async")
     }
 
     fn wait(&mut self) -> Result<(), DeviceError> {

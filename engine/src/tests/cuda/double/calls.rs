@@ -275,7 +275,7 @@ fn libraries_of_packages_are_found() {
     let path = std::env::split_paths(&std::env::var_os("PATH").unwrap_or_default()).collect::<Vec<_>>();
     let path = std::env::join_paths([elsewhere.path().join("bin")].into_iter().chain(path)).unwrap();
     let name = path_of(module_path!(), "libraries_of_packages_are_found");
-    let output = command(folder, &["--exact", &name, "--nocapture"])
+    let output = command(&["--exact", &name, "--nocapture"])
         .env("LD_LIBRARY_PATH", elsewhere.path().join("driver"))
         .env("PATH", path)
         .output()

@@ -1,5 +1,4 @@
-//! The features that only the CPU has, and the error for a program that needs them on a GPU. The table in docs/gpu.md is
-//! made from this list.
+//! The operations of a program that have no kernels for a GPU, and the error that names them all at once.
 
 use std::fmt;
 
@@ -7,27 +6,6 @@ use candle_core::DType;
 use gapless_compile::internal::Instruction;
 
 use crate::error::Error;
-
-/// A feature that only the CPU has.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct CpuOnly {
-    /// The feature, as a user would name it.
-    pub feature: &'static str,
-    /// The reason.
-    pub why: &'static str,
-    /// The setting that makes a step run on a GPU.
-    pub remedy: &'static str,
-}
-
-/// Poison mode, which the options of a trainer refuse on a GPU.
-pub const POISON: CpuOnly = CpuOnly {
-    feature: "poison mode",
-    why: "it tests the CPU's kernels; for GPU kernels, the simulated device fills memory with NaN in tests",
-    remedy: "leave poison out, or use the CPU",
-};
-
-/// Every feature that only the CPU has.
-pub const CPU_ONLY: &[CpuOnly] = &[POISON];
 
 /// An operation without GPU kernels for its operands, with the layers that contain it.
 #[derive(Debug, Clone, PartialEq, Eq)]
