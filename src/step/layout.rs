@@ -1,7 +1,6 @@
 //! The ways to divide a step among a number of ranks.
 
 use gapless_engine::StepOptions;
-use gapless_engine::compile::Target;
 use gapless_models::hf::Architecture;
 use gapless_parallel::{Axes, Axis, Mesh};
 use serde::Serialize;
@@ -37,8 +36,7 @@ impl Layout {
     ///
     /// - tensor ranks, of which a node has whole groups, because their messages are in the path of the computation. They
     ///   use sequence parallelism;
-    /// - context ranks, if each has 4,096 tokens of a sequence or more, and the kernels are not those of GPUs, which do
-    ///   not run them;
+    /// - context ranks, if each has 4,096 tokens of a sequence or more;
     /// - expert ranks, if they divide the experts of the model. The experts may also be folded over tensor ranks, and
     ///   over tensor and context ranks;
     /// - pipeline ranks, at most as many as the model has layers;
@@ -51,11 +49,7 @@ impl Layout {
             Architecture::Moe(moe) => (moe.llama.layers, moe.router.experts),
         };
         let node = step.device.node;
-        let tokens = match step.target() {
-            Target::Cpu { .. } => step.options.sequence,
-            Target::Cuda | Target::CudaUnfused => 0,
-        };
-        let has_context = |context: usize| context == 1 || tokens / context >= Self::CONTEXT_TOKENS;
+        let has_context = |context: usize| context == 1 || step.options.sequence / context >= Self::CONTEXT_TOKENS;
         let mut layouts = Vec::new();
         for tensor in divisors(ranks).filter(|tensor| node.is_multiple_of(*tensor)) {
             for pipeline in divisors(ranks / tensor).filter(|&pipeline| pipeline <= layers) {
@@ -177,6 +171,11 @@ mod tests {
         assert!(has(&|mesh| (mesh.data, mesh.shard) == (2, 8)) && has(&|mesh| (mesh.tensor, mesh.shard) == (2, 8)));
         assert!(has(&|mesh| mesh.context == 2) && !has(&|mesh| mesh.context > 2) && !has(&|mesh| mesh.expert > 1));
         assert!(!has(&|mesh| mesh.tensor > 8));
+    }
+
+    #[test]
+    fn layouts_are_the_same_for_the_kernels_of_cpus_and_gpus() {
+        assert_eq!(layouts("llama3-8b", 16, 16384), layouts("llama3-8b' \ndevice = 'cuda", 16, 16384));
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use gapless_engine::compile::step::{CompiledStep, RankPlan, StepGraph, boxed_build, compile_step};
+use gapless_engine::compile::step::{CompiledStep, RankPlan, StepGraph, WholeStep, boxed_build, compile_step};
 use gapless_engine::compile::{Executable, Program, Target, compile};
 use gapless_engine::nn::{Trainable, VarBuilder};
 use gapless_engine::recompute::Recompute;
@@ -156,6 +156,27 @@ impl Step {
     /// Returns an error if the options or the model's shapes do not fit together.
     pub fn record(&self) -> Result<StepGraph, TrainError> {
         Ok(StepGraph::record(&boxed_build(|vb| self.build(vb)), &self.options)?)
+    }
+
+    /// Returns a key for what [`Self::record_whole`] records. Steps with equal keys have it in common.
+    pub fn whole_key(&self) -> String {
+        format!("{:?} {}", self.architecture, WholeStep::key(&self.options))
+    }
+
+    /// Records the forward and the gradients of the step, before ranks divide them.
+    ///
+    /// # Errors
+    /// Returns an error if the options or the model's shapes do not fit together.
+    pub fn record_whole(&self) -> Result<WholeStep, TrainError> {
+        Ok(WholeStep::record(&boxed_build(|vb| self.build(vb)), &self.options)?)
+    }
+
+    /// Records the graph of the step from the forward and the gradients of a step with the same [key](Self::whole_key).
+    ///
+    /// # Errors
+    /// Returns the errors of [`Self::record`], and an error if the keys differ.
+    pub fn record_from(&self, whole: &WholeStep) -> Result<StepGraph, TrainError> {
+        Ok(StepGraph::record_from(whole, &boxed_build(|vb| self.build(vb)), &self.options)?)
     }
 
     /// Compiles all programs that a pipeline rank runs in one arena, as a trainer does: the training step, the

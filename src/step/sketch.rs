@@ -11,13 +11,13 @@ use std::convert::Infallible;
 
 use gapless_alloc::Role;
 use gapless_engine::TrainError;
-use gapless_engine::compile::step::StepGraph;
+use gapless_engine::compile::step::{RankSketch, StepGraph};
 use gapless_engine::compile::{BufferKind, Instr, InstrKind, Program};
 use gapless_engine::ops::Collective;
 use gapless_engine::recompute::stages_that_recompute_twice;
 use gapless_parallel::{Action, Kind, MicroBatch, StageId};
 
-use super::timing::ActionDurations;
+use super::timing::{ActionDurations, RankProgram};
 use super::{Step, Timing, TimingError};
 
 /// The properties of a schedule on which a sketch depends.
@@ -89,16 +89,26 @@ impl Step {
         for (split, _) in [true, false].into_iter().zip(key.kinds).filter(|(_, is_there)| *is_there) {
             let table: Vec<Vec<Action>> =
                 key.stages.iter().map(|stages| one_after_another(stages, last, split)).collect();
-            let of_rank = |rank| Ok(graph.sketch(&self.options, rank, table.clone(), self.target())?);
-            let mut once: Vec<Vec<Program>> = (0..key.stages.len()).map(of_rank).collect::<Result<_, TrainError>>()?;
-            let twice: Vec<Program> = once.iter_mut().flat_map(|ways| ways.drain(1..)).collect();
-            let once: Vec<Program> = once.into_iter().flatten().collect();
-            let way = |programs: &[Program]| Variant {
-                measured: self.measured(programs).all_as(MicroBatch(last)),
-                ranks: programs.iter().map(|program| KeptBytes::of(program, last)).collect(),
+            let ranks = graph.sketch(&self.options, table, self.target())?;
+            let variant = |index: usize| {
+                let of_rank = |(rank, sketch): (usize, &RankSketch)| {
+                    let like = sketch.like;
+                    let stages = key.stages[like].iter().zip(&key.stages[rank]);
+                    let stages = stages.map(|(&theirs, &own)| (StageId(theirs), StageId(own))).collect();
+                    Some(RankProgram { program: ranks[like].programs.get(index)?, rank, like, stages })
+                };
+                let programs: Vec<RankProgram<'_>> = ranks.iter().enumerate().map(of_rank).collect::<Option<_>>()?;
+                let mut kept: Vec<KeptBytes> = Vec::new();
+                for of_rank in &programs {
+                    kept.push(match of_rank.like {
+                        like if like == of_rank.rank => KeptBytes::of(of_rank.program, last),
+                        like => kept[like].as_of(of_rank),
+                    });
+                }
+                Some(Variant { measured: self.measured(&programs).all_as(MicroBatch(last)), ranks: kept })
             };
-            let is_twice = twice.len() == once.len();
-            let this = Sketch { once: way(&once), twice: is_twice.then(|| way(&twice)) };
+            let once = variant(0).expect("each rank has a program");
+            let this = Sketch { once, twice: variant(1) };
             match &mut sketch {
                 None => sketch = Some(this),
                 Some(both) => both.join(this),
@@ -252,6 +262,16 @@ impl KeptBytes {
             }
         }
         kept
+    }
+
+    /// Returns the bytes that an equal rank keeps.
+    fn as_of(&self, rank: &RankProgram<'_>) -> Self {
+        let place = |(kind, stage): ActionKind| (kind, rank.action(Action::new(kind, stage.0, 0)).stage);
+        Self {
+            always: self.always,
+            each: self.each.iter().map(|(&(from, until), &bytes)| ((place(from), place(until)), bytes)).collect(),
+            sums: self.sums.iter().map(|(&at, &bytes)| (place(at), bytes)).collect(),
+        }
     }
 
     /// Returns the peak of the bytes that are alive between two adjacent actions of a row.

@@ -8,6 +8,8 @@
 use std::collections::{BTreeMap, HashMap};
 
 use gapless_alloc::lower_bound;
+#[cfg(doc)]
+use gapless_engine::compile::step::RankSketch;
 use gapless_engine::compile::{Instr, InstrKind, Operand, Program, table};
 use gapless_engine::ops::Collective;
 use gapless_parallel::{
@@ -83,7 +85,7 @@ impl Step {
     /// # Errors
     /// Returns an error if the schedule does not exist for the step's shape.
     pub fn timing(&self, programs: &[Program]) -> Result<Timing, TimingError> {
-        self.simulated(self.measured(programs))
+        self.simulated(self.measured(&RankProgram::all(programs)))
     }
 
     /// Simulates the step with a cost model of your own in place of the step's device.
@@ -91,7 +93,7 @@ impl Step {
     /// # Errors
     /// Returns the errors of [`Self::timing`].
     pub fn timing_with(&self, programs: &[Program], costs: &dyn CostModel) -> Result<Timing, TimingError> {
-        self.simulated(ActionDurations::of(programs, costs, self.precision(), self.network()))
+        self.simulated(ActionDurations::of(&RankProgram::all(programs), costs, self.precision(), self.network()))
     }
 
     /// Simulates the step at the rates of its device's profile. This is [`Self::timing`], except on `this-machine`, where
@@ -105,8 +107,8 @@ impl Step {
 
     /// Returns the time for which a rank is busy, at the rates of the device's profile.
     pub fn busy_time(&self, program: &Program) -> BusyTime {
-        let programs = std::slice::from_ref(program);
-        let measured = ActionDurations::of(programs, &self.device, self.precision(), self.network());
+        let programs = RankProgram::all(std::slice::from_ref(program));
+        let measured = ActionDurations::of(&programs, &self.device, self.precision(), self.network());
         let sum = |of: &HashMap<Action, u64>| of.values().sum::<u64>();
         BusyTime {
             all: sum(&measured.actions) + measured.updates.iter().sum::<u64>(),
@@ -119,7 +121,7 @@ impl Step {
         Network { mesh: self.options.mesh, node: self.device.node, known: HashMap::new() }
     }
 
-    pub(super) fn measured(&self, programs: &[Program]) -> ActionDurations {
+    pub(super) fn measured(&self, programs: &[RankProgram<'_>]) -> ActionDurations {
         let measured_by =
             |costs: &dyn CostModel| ActionDurations::of(programs, costs, self.precision(), self.network());
         match self.machine(programs) {
@@ -130,7 +132,7 @@ impl Step {
 
     /// If the step's device is `this-machine`, returns the cost model that measures operations on this machine, whose
     /// cores the ranks share. Otherwise returns `None`.
-    fn machine(&self, programs: &[Program]) -> Option<ThisMachine> {
+    fn machine(&self, programs: &[RankProgram<'_>]) -> Option<ThisMachine> {
         if !self.device.is_measured() {
             return None;
         }
@@ -140,7 +142,12 @@ impl Step {
             threads => threads,
         };
         let alive = |program: &Program| table(program).map_or(0, |table| lower_bound(&table));
-        Some(ThisMachine::new(ranks, threads, programs.iter().map(alive).max().unwrap_or(0), self.device.disk))
+        Some(ThisMachine::new(
+            ranks,
+            threads,
+            programs.iter().map(|rank| alive(rank.program)).max().unwrap_or(0),
+            self.device.disk,
+        ))
     }
 
     /// Simulates the step with known durations.
@@ -169,6 +176,35 @@ impl Step {
             chunks: number(self.options.pipeline.chunks),
             micro_batches: number(self.options.micro_batches),
         }
+    }
+}
+
+/// The program of a pipeline rank, or that of an equal rank ([`RankSketch`]).
+#[derive(Debug)]
+pub(super) struct RankProgram<'p> {
+    pub program: &'p Program,
+    pub rank: usize,
+    /// The rank from which the program is.
+    pub like: usize,
+    /// The stages of this rank, by those of the rank from which the program is; empty if they are the same.
+    pub stages: HashMap<StageId, StageId>,
+}
+
+impl<'p> RankProgram<'p> {
+    /// The programs of all ranks, in order.
+    fn all(programs: &'p [Program]) -> Vec<Self> {
+        let of_rank = |(rank, program)| Self { program, rank, like: rank, stages: HashMap::new() };
+        programs.iter().enumerate().map(of_rank).collect()
+    }
+
+    /// Returns this rank's action for an action of the program.
+    pub fn action(&self, action: Action) -> Action {
+        Action { stage: self.stages.get(&action.stage).copied().unwrap_or(action.stage), ..action }
+    }
+
+    /// Returns the rank to which this rank sends what the program sends to `peer` in an action.
+    fn peer(&self, peer: usize) -> usize {
+        peer + self.rank - self.like
     }
 }
 
@@ -254,14 +290,16 @@ impl ActionDurations {
         Action { micro_batch: self.all_as.unwrap_or(action.micro_batch), ..action }
     }
 
-    fn of(programs: &[Program], device: &dyn CostModel, precision: Precision, mut network: Network) -> Self {
+    fn of(programs: &[RankProgram<'_>], device: &dyn CostModel, precision: Precision, mut network: Network) -> Self {
         let mut measured = Self::default();
         let mut known = Known::default();
-        for (stage, program) in programs.iter().enumerate() {
+        for of_rank in programs {
+            let &RankProgram { program, rank, .. } = of_rank;
             let mut update = 0;
             let mut hidden = HiddenCopies::of(program);
             let meanwhile = computed_meanwhile(program, |instr| known.nanoseconds(instr, device, precision));
             for part in &program.parts {
+                let action = part.action.map(|action| of_rank.action(action));
                 let mut sent = BTreeMap::new();
                 let (mut time, mut again, mut copies, mut early) = (0, 0, 0, 0);
                 for (index, instr) in part.instrs.clone().zip(&program.instrs[part.instrs.clone()]) {
@@ -269,12 +307,13 @@ impl ActionDurations {
                         InstrKind::Compute(_) => known.nanoseconds(instr, device, precision),
                         InstrKind::Collective(collective, _) => {
                             let meanwhile = meanwhile.get(&index).copied();
-                            let network = (&mut network, stage);
+                            let network = (&mut network, rank);
                             collective_nanoseconds(program, instr, (*collective, meanwhile), device, network)
                         }
-                        InstrKind::Send(message) => {
-                            let reach = Reach::of_message(network.mesh, [stage, message.peer], network.node);
-                            sent.entry(message.peer).or_insert((reach, 0)).1 += bytes(program, &instr.inputs);
+                        InstrKind::Send(message) if action.is_some() => {
+                            let peer = of_rank.peer(message.peer);
+                            let reach = Reach::of_message(network.mesh, [rank, peer], network.node);
+                            sent.entry(peer).or_insert((reach, 0)).1 += bytes(program, &instr.inputs);
                             0
                         }
                         InstrKind::Offload(id) | InstrKind::Fetch(id) => {
@@ -297,17 +336,17 @@ impl ActionDurations {
                     let is_again = instr.rematerialized && matches!(instr.kind, InstrKind::Compute(_));
                     again += if is_again { here } else { 0 };
                     // Nodes of the update are lowered once, with the first micro-batch.
-                    let is_early = part.action.is_some_and(|action| action.micro_batch.0 != instr.micro_batch);
+                    let is_early = action.is_some_and(|action| action.micro_batch.0 != instr.micro_batch);
                     early += if is_early { here } else { 0 };
                 }
-                match part.action {
+                match action {
                     // An action may have several parts, because other instructions were moved into the middle of the
                     // action.
                     Some(action) => {
                         *measured.actions.entry(action).or_default() += time;
                         *measured.recomputed.entry(action).or_default() += again;
                         *measured.offloaded.entry(action).or_default() += copies;
-                        measured.early.extend((early > 0).then_some((stage, action, early)));
+                        measured.early.extend((early > 0).then_some((rank, action, early)));
                         if !sent.is_empty() {
                             let transfer: u64 =
                                 sent.values().map(|&(reach, bytes)| device.transfer(bytes, reach)).sum();

@@ -16,7 +16,7 @@ use gapless_alloc::{Label, Options, PlanHash, Problem, live_at, lower_bound, pea
 use gapless_allocators::{Comparison, Kind, Report, Requests, compare};
 use gapless_engine::TrainError;
 use gapless_engine::compile::Program;
-use gapless_engine::compile::step::StepGraph;
+use gapless_engine::compile::step::{StepGraph, WholeStep};
 use gapless_engine::compile::{Error as CompileError, ServedRows, table, table_with_rows};
 
 use super::map::coarse_map;
@@ -76,11 +76,29 @@ impl<'a> Evaluator<'a> {
         Self { sweep, reserved: Mutex::default() }
     }
 
-    /// Computes time and sure bytes of configurations that share a graph, and passes each row to `give`. Stops when
-    /// `give` returns false.
+    /// Computes time and sure bytes of configurations that share the forward and the gradients of their graphs, and passes
+    /// each row to `give`. Those that share a graph are adjacent. Stops when `give` returns false.
     pub fn sketch(&self, group: &[&Configuration], give: &mut dyn FnMut(Row) -> bool) {
+        let mut steps = group.iter().filter_map(|configuration| configuration.step.as_ref().ok());
+        let whole = steps.find_map(|step| step.record_whole().ok());
+        for of_graph in group.chunk_by(|a, b| a.graph_key() == b.graph_key()) {
+            if !self.sketch_graph(of_graph, whole.as_ref(), give) {
+                return;
+            }
+        }
+    }
+
+    /// Computes time and sure bytes of configurations that share a graph, and passes each row to `give`. Returns false as
+    /// soon as `give` does.
+    fn sketch_graph(
+        &self,
+        group: &[&Configuration],
+        whole: Option<&WholeStep>,
+        give: &mut dyn FnMut(Row) -> bool,
+    ) -> bool {
         let first = group.iter().find_map(|configuration| configuration.step.as_ref().ok());
-        let graph = first.map(|step| step.record().map_err(|error| error.to_string()));
+        let record = |step: &Step| whole.map_or_else(|| step.record(), |whole| step.record_from(whole));
+        let graph = first.map(|step| record(step).map_err(|error| error.to_string()));
         let mut known = HashMap::new();
         for configuration in group {
             let row = match (&configuration.step, &graph) {
@@ -92,9 +110,10 @@ impl<'a> Evaluator<'a> {
                 (Ok(_), None) => unreachable!("a step is in its own group"),
             };
             if !give(row) {
-                return;
+                return false;
             }
         }
+        true
     }
 
     /// Returns the configuration's final row if planning can be skipped. This is the case if the sure bytes exceed the

@@ -147,18 +147,22 @@ impl From<StoreError> for End {
 }
 
 impl<F: FnMut(Progress) -> ControlFlow<()>> SweepInProgress<'_, F> {
-    /// Computes time and sure bytes of all configurations that have no row yet. Configurations with the same graph are
-    /// computed by the same job.
+    /// Computes time and sure bytes of all configurations that have no row yet. Configurations whose graphs have the forward
+    /// and the gradients in common are computed by the same job.
     fn sketch(&mut self) -> Result<(), End> {
-        let graph = |configuration: &Configuration| configuration.step.as_ref().ok().map(Step::graph_key);
-        let missing: Vec<&Configuration> = self
-            .sweep
-            .configurations
-            .iter()
-            .filter(|configuration| !self.rows.contains_key(&configuration.key))
-            .collect();
-        let groups: Vec<&[&Configuration]> = missing.chunk_by(|a, b| graph(a) == graph(b)).collect();
-        self.run_jobs(&groups, |evaluator, group, give| evaluator.sketch(group, give))
+        let mut jobs: Vec<Vec<&Configuration>> = Vec::new();
+        let mut job_of: HashMap<Option<String>, usize> = HashMap::new();
+        let missing =
+            self.sweep.configurations.iter().filter(|configuration| !self.rows.contains_key(&configuration.key));
+        for configuration in missing {
+            let key = configuration.step.as_ref().ok().map(Step::whole_key);
+            let job = *job_of.entry(key).or_insert(jobs.len());
+            if job == jobs.len() {
+                jobs.push(Vec::new());
+            }
+            jobs[job].push(configuration);
+        }
+        self.run_jobs(&jobs, |evaluator, job, give| evaluator.sketch(job, give))
     }
 
     /// Plans the configurations that can be on a Pareto front, and replays them through the allocators. This is done in

@@ -127,6 +127,13 @@ pub struct Configuration {
     pub step: Result<Step, String>,
 }
 
+impl Configuration {
+    /// Returns a key for the graph of the step, or `None` if there is no such step.
+    pub(super) fn graph_key(&self) -> Option<String> {
+        self.step.as_ref().ok().map(Step::graph_key)
+    }
+}
+
 impl Sweep {
     /// Reads and checks a sweep file. Assignments such as `estimate.expert_load=worst` set keys that all configurations
     /// have, after the file was read.

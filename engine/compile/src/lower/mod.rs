@@ -49,17 +49,42 @@ const MAX_INSTRUCTIONS: usize = 1 << 20;
 /// Returns an error if the actions wait for each other in a cycle, if an action reads a value that no action computes,
 /// or if the program would have too many instructions.
 pub fn lower(lowering: &Lowering<'_>) -> Result<Program> {
-    lower_observed(lowering, &mut |stage, program| dump(stage, program))
+    lower_as(lowering, &Shared::new(lowering))
 }
 
-/// Like [`lower`], but calls `observe` with the program after every stage.
+/// Like [`lower`], for a caller that lowers several ranks of a table, and finds only once what they have in common.
+///
+/// # Errors
+/// Returns the errors of [`lower`].
+pub(crate) fn lower_as(lowering: &Lowering<'_>, shared: &Shared) -> Result<Program> {
+    lower_observed(lowering, shared, &mut |stage, program| dump(stage, program))
+}
+
+/// The facts about a graph and a table of actions that do not depend on the rank.
+#[derive(Debug)]
+pub(crate) struct Shared {
+    /// By node of the graph: whether it runs on any rank.
+    pub alive: Vec<bool>,
+    /// Values that cross between ranks.
+    pub crossings: CrossRankValues,
+}
+
+impl Shared {
+    /// Finds the facts for all ranks of `lowering`, whichever rank it is for.
+    pub fn new(lowering: &Lowering<'_>) -> Self {
+        let alive = alive_nodes(lowering.graph, lowering.outputs);
+        let crossings = CrossRankValues::new(lowering.graph, &alive, lowering.table, lowering.outputs);
+        Self { alive, crossings }
+    }
+}
+
+/// Like [`lower_as`], but calls `observe` with the program after every stage.
 pub(crate) fn lower_observed(
     lowering: &Lowering<'_>,
+    Shared { alive, crossings }: &Shared,
     observe: &mut dyn FnMut(&'static str, &Program),
 ) -> Result<Program> {
-    let alive = alive_nodes(lowering.graph, lowering.outputs);
-    let crossings = CrossRankValues::new(lowering.graph, &alive, lowering.table, lowering.outputs);
-    let mut lowerer = Lowerer::new(lowering, &alive, &crossings);
+    let mut lowerer = Lowerer::new(lowering, alive, crossings);
     let actions = &lowering.table[lowering.rank];
     let instructions = actions.iter().map(|action| lowerer.nodes_of(action).count()).sum();
     if instructions > MAX_INSTRUCTIONS {
@@ -74,11 +99,7 @@ pub(crate) fn lower_observed(
     let Lowerer { mut program, first_buffer, .. } = lowerer;
     check_sizes(&program)?;
     observe("lower", &program);
-    passes::run(
-        &mut program,
-        &Context { lowering, alive: &alive, crossings: &crossings, first_buffer: &first_buffer },
-        observe,
-    )?;
+    passes::run(&mut program, &Context { lowering, alive, crossings, first_buffer: &first_buffer }, observe)?;
     Ok(program)
 }
 

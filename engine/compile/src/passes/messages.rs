@@ -17,7 +17,7 @@ use gapless_graph::{NodeId, Phase, Place, Source, ValueId};
 
 use super::{Context, UPDATE};
 use crate::error::Result;
-use crate::program::{Instance, Instr, InstrKind, Message, Operand, Part, Program};
+use crate::program::{BufferId, Instance, Instr, InstrKind, Message, Operand, Part, Program};
 
 pub(super) fn run(program: &mut Program, context: &Context<'_>) -> Result<()> {
     let graph = context.lowering.graph;
@@ -25,6 +25,7 @@ pub(super) fn run(program: &mut Program, context: &Context<'_>) -> Result<()> {
     let instrs = std::mem::take(&mut program.instrs).into();
     let parts = std::mem::take(&mut program.parts);
     let (sends_in_flight, collectives_in_flight, received) = (Vec::new(), Vec::new(), HashSet::new());
+    let in_collectives = HashMap::new();
     let mut messages = Messages {
         context: *context,
         program,
@@ -32,6 +33,7 @@ pub(super) fn run(program: &mut Program, context: &Context<'_>) -> Result<()> {
         received_before,
         sends_in_flight,
         collectives_in_flight,
+        in_collectives,
         received,
     };
     let mut actions = 0;
@@ -64,6 +66,8 @@ struct Messages<'a> {
     sends_in_flight: Vec<Sending>,
     /// Collectives in flight: their waits have not been emitted yet.
     collectives_in_flight: Vec<Collecting>,
+    /// For each buffer, the number of operands of collectives in flight that are in the buffer.
+    in_collectives: HashMap<BufferId, usize>,
     /// Values that have been received from other ranks.
     received: HashSet<Instance>,
 }
@@ -157,20 +161,22 @@ impl Messages<'_> {
     /// Emits an instruction, preceded by the waits for collectives that use its operands.
     fn emit(&mut self, instr: Instr) {
         match &instr.kind {
-            InstrKind::Finish(request) => {
-                self.collectives_in_flight.retain(|collecting| collecting.request != *request)
-            }
+            InstrKind::Finish(request) => drop(self.take_collectives(|collecting| collecting.request == *request)),
             _ => {
-                for operand in instr.inputs.iter().chain(&instr.outputs) {
-                    self.finish_collectives(|collecting| {
-                        collecting.operands.iter().any(|other| other.buffer == operand.buffer)
-                    });
+                for buffer in instr.inputs.iter().chain(&instr.outputs).map(|operand| operand.buffer) {
+                    if self.in_collectives.get(&buffer).is_some_and(|&operands| operands > 0) {
+                        self.finish_collectives(|collecting| {
+                            collecting.operands.iter().any(|other| other.buffer == buffer)
+                        });
+                    }
                 }
             }
         }
         if let InstrKind::Collective(_, request) = instr.kind {
             let operands = instr.inputs.iter().chain(&instr.outputs);
-            let operands = operands.map(|operand| Operand { overwritten_by: None, ..operand.clone() }).collect();
+            let operands: Vec<Operand> =
+                operands.map(|operand| Operand { overwritten_by: None, ..operand.clone() }).collect();
+            operands.iter().for_each(|operand| *self.in_collectives.entry(operand.buffer).or_default() += 1);
             let (layer, predicate) = (instr.layer.clone(), instr.predicate);
             self.collectives_in_flight.push(Collecting { request, operands, layer, predicate });
         }
@@ -250,13 +256,19 @@ impl Messages<'_> {
     }
 
     fn finish_collectives(&mut self, which: impl Fn(&Collecting) -> bool) {
-        let (over, left): (Vec<_>, Vec<_>) =
-            std::mem::take(&mut self.collectives_in_flight).into_iter().partition(which);
-        self.collectives_in_flight = left;
-        for Collecting { request, operands, layer, predicate } in over {
+        for Collecting { request, operands, layer, predicate } in self.take_collectives(which) {
             let instr = Instr::plain(InstrKind::Finish(request), operands, Vec::new(), 0, layer);
             self.program.instrs.push(Instr { predicate, ..instr });
         }
+    }
+
+    /// Removes collectives from those in flight, and returns them.
+    fn take_collectives(&mut self, which: impl Fn(&Collecting) -> bool) -> Vec<Collecting> {
+        let over: Vec<Collecting> = self.collectives_in_flight.extract_if(.., |collecting| which(collecting)).collect();
+        for operand in over.iter().flat_map(|collecting| &collecting.operands) {
+            *self.in_collectives.entry(operand.buffer).or_default() -= 1;
+        }
+        over
     }
 
     fn message(&mut self, root: ValueId, peer: usize, micro_batch: Option<u32>) -> Message {

@@ -10,7 +10,7 @@ use gapless_graph::{Graph, Result, Spec, Tensor, lock};
 use gapless_parallel::{Action, Kind, StageId};
 use insta::assert_snapshot;
 
-use crate::lower::lower_observed;
+use crate::lower::{Shared, lower_observed};
 use crate::lowering::{Lowering, Output, Overlap, Target};
 use crate::partition::{StagePartition, partition};
 use crate::recompute::{Recompute, Resolving, StorageOptions};
@@ -74,7 +74,7 @@ fn stages(case: &Case, f: impl Fn(&Tensor, &VarBuilder) -> Result<Tensor>) -> BT
             text.lines().filter(|line| !line.starts_with("  %") || line.contains(" = ") || line.contains(" += "));
         texts.insert(stage, instructions.skip(1).collect::<Vec<_>>().join("\n"));
     };
-    lower_observed(&lowering, &mut observe).unwrap();
+    lower_observed(&lowering, &Shared::new(&lowering), &mut observe).unwrap();
     texts
 }
 

@@ -55,7 +55,7 @@ fn dropping(step: &TrainStep, plan: &RankPlan, first: Vec<ValueId>, rest: Vec<Va
     let graph = step.graph();
     let saved = SavedActivations::new(&graph, &alive_nodes(&graph, step.outputs()));
     let recomputation = RematPlan::uniform(saved.dropping(rest)).except(0, saved.dropping(first));
-    step.lower_graph(&graph, plan, TARGET, &recomputation).unwrap()
+    step.lower_graph(&graph, &StepOptions::default(), plan, TARGET, &recomputation).unwrap()
 }
 
 /// Returns groups of values that may be dropped together. A norm computes its statistics together with its result, so
@@ -148,8 +148,9 @@ fn check(hidden: &[usize], micro_batches: usize) {
         let bytes = least + (most - least) * part / 16;
         let best = ways.iter().filter(|way| way.0 <= bytes).map(|way| way.1).min().unwrap();
         let options = within(bytes);
-        let program =
-            step.lower(&plan, TARGET, &choose_recomputation(&step, &options, &plan, TARGET, &[]).unwrap()).unwrap();
+        let program = step
+            .lower(&options, &plan, TARGET, &choose_recomputation(&step, &options, &plan, TARGET, &[]).unwrap())
+            .unwrap();
         let arena = height(&[&program], options.planning_within(Some(bytes))).unwrap();
         let [all, again] = program.nanoseconds(&rates);
         println!("{hidden:?}: {bytes} bytes, {arena} planned, {again} ns again, {best} at best, of {}", all - again);

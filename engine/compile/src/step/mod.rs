@@ -6,6 +6,7 @@
 
 #[cfg(test)]
 mod budget_reference;
+mod equal_ranks;
 mod generation;
 mod graph;
 mod options;
@@ -25,10 +26,10 @@ use gapless_alloc::{Role, lower_bound};
 use gapless_graph::nn::VarBuilder;
 use gapless_graph::shard::Shares;
 use gapless_graph::{Causality, Culprit, LossPart, Model, SequenceLoss, Sequences, ValueId, cache_obstacle, causality};
-use gapless_parallel::{Kind, StageId};
+use gapless_parallel::{Action, Kind, StageId};
 
 pub use self::generation::{Generation, compile_inference};
-pub use self::graph::StepGraph;
+pub use self::graph::{RankSketch, StepGraph, WholeStep};
 pub use self::options::{MemoryOptions, ParameterGroup, Precision, StepOptions, UpdateOptions};
 pub use self::overflow::Overflow;
 pub use self::ranks::{Pipeline, RankPlan, Share};
@@ -157,7 +158,7 @@ pub fn compile_step(
         let others: Vec<&Program> = [&evaluate, &logits].into_iter().chain(&generation).collect();
         choose_recomputation(&step, options, ranks, target, &others).map_err(helped)?
     };
-    let train = step.lower(ranks, target, &recomputation)?;
+    let train = step.lower(options, ranks, target, &recomputation)?;
     let programs: Vec<Program> = [train, evaluate, logits].into_iter().chain(generation).collect();
     programs.iter().for_each(|program| dump("compile", program));
     if ranks.mesh.pipeline > 1 || ranks.expert_ranks().ranks > 1 || ranks.mesh.tensor > 1 {
@@ -205,16 +206,26 @@ fn lowered(build: &Build<'_>, options: &StepOptions, rank: usize, target: Target
     let step = record(build, options, &ranks)?;
     let recomputation =
         choose_recomputation(&step, options, &ranks, target, &[]).map_err(|error| error.with_remedies(options))?;
-    step.lower(&ranks, target, &recomputation)
+    step.lower(options, &ranks, target, &recomputation)
 }
 
 /// Records the graph of a training step.
 fn record(build: &Build<'_>, options: &StepOptions, ranks: &RankPlan) -> Result<TrainStep> {
+    divided(record_whole(build, options, ranks)?, options, ranks)
+}
+
+/// Records the forward and the gradients of a training step.
+fn record_whole(build: &Build<'_>, options: &StepOptions, ranks: &RankPlan) -> Result<TrainStep> {
     let mut step = TrainStep::forward(build, options, ranks)?;
     step.partition(options, ranks)?;
     let text = step.graph().to_string();
     step.model = blake3::hash(text.as_bytes()).to_hex()[..16].to_owned();
     step.differentiate(options)?;
+    Ok(step)
+}
+
+/// Divides a step among its ranks, and records the update.
+fn divided(mut step: TrainStep, options: &StepOptions, ranks: &RankPlan) -> Result<TrainStep> {
     step.shard(options, ranks)?;
     step.update(options, ranks)?;
     dump("graph", &*step.graph());
@@ -232,7 +243,7 @@ fn choose_recomputation(
 ) -> Result<RematPlan> {
     let _span = tracing::info_span!("recompute").entered();
     let once = policy(step, options, ranks, target, others)?;
-    let Some(stages) = can_be_twice(options, ranks, &once) else { return Ok(once) };
+    let Some(stages) = can_be_twice(options, &ranks.table[ranks.at.pipeline], &once) else { return Ok(once) };
     let graph = step.graph();
     // All ranks of a group must repeat the same collectives, and the peaks of ranks with unequal parts may lead to others.
     if once.repeats_exchanges(&graph) && !step.held.is_even(ranks.mesh.tensor) {
@@ -240,7 +251,8 @@ fn choose_recomputation(
     }
     let short = shortened(options, ranks);
     let (twice, _) = stages_that_recompute_twice(stages, |stages| {
-        let train = step.lower_graph(&graph, &short, target, &once.clone().recompute_in_both_halves(&graph, stages))?;
+        let twice = once.clone().recompute_in_both_halves(&graph, stages);
+        let train = step.lower_graph(&graph, options, &short, target, &twice)?;
         let programs: Vec<&Program> = [&train].into_iter().chain(others.iter().copied()).collect();
         Ok::<u64, Error>(lower_bound(&lifetimes(&programs)?.problem))
     })?;
@@ -256,12 +268,15 @@ fn shortened(options: &StepOptions, ranks: &RankPlan) -> RankPlan {
     short.flatten().unwrap_or_else(|| ranks.clone())
 }
 
-/// Returns the stages of a rank that may recompute twice: those with a split backward. Returns `None` if there are no
+/// Returns the stages of a rank's actions that may recompute twice: those with a split backward. Returns `None` if there are no
 /// such stages, or if no policy names the values to drop. Also returns `None` with [`Overflow::Recompute`], because the
 /// recomputation of evicted rows reads values that must be kept.
-fn can_be_twice(options: &StepOptions, ranks: &RankPlan, once: &RematPlan) -> Option<BTreeSet<StageId>> {
-    let row = &ranks.table[ranks.at.pipeline];
-    let split = row.iter().filter(|action| action.kind == Kind::BackwardInput);
+fn can_be_twice<'a>(
+    options: &StepOptions,
+    row: impl IntoIterator<Item = &'a Action>,
+    once: &RematPlan,
+) -> Option<BTreeSet<StageId>> {
+    let split = row.into_iter().filter(|action| action.kind == Kind::BackwardInput);
     let stages: BTreeSet<StageId> = split.map(|action| action.stage).collect();
     let is_named = options.memory.budget.is_none() && !once.is_empty();
     (is_named && options.memory.overflow != Overflow::Recompute && !stages.is_empty()).then_some(stages)
@@ -283,7 +298,7 @@ fn policy(
     let can_be_twice = *overflow != Overflow::Recompute;
     let resolving = Resolving { graph: &graph, alive: &alive, row, stashing: options.stashing(), can_be_twice };
     resolving.resolve(recompute, budget.map(|bytes| (bytes, *rates)), |recomputation, capacity| {
-        let train = step.lower_graph(&graph, ranks, target, recomputation)?;
+        let train = step.lower_graph(&graph, options, ranks, target, recomputation)?;
         let programs: Vec<&Program> = [&train].into_iter().chain(others.iter().copied()).collect();
         height(&programs, options.planning_within(capacity))
     })

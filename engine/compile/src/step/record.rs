@@ -18,13 +18,13 @@ use super::{
 };
 use crate::error::{Error, Result};
 use crate::lower::lower;
-use crate::lowering::{Lowering, Output, Overlap, Target};
+use crate::lowering::{Lowering, Output, Target};
 use crate::partition::{ParameterStages, parameter_stages, partition};
 use crate::program::Program;
 use crate::recompute::RematPlan;
 
 /// The parts of the model that ranks hold.
-#[derive(Debug, Default)]
+#[derive(Debug, Clone, Default)]
 pub(super) struct Held {
     /// The stages that read each parameter.
     pub stages: ParameterStages,
@@ -77,7 +77,7 @@ impl Held {
 }
 
 /// The graph of a training step. It is recorded in stages, each of which builds on the earlier ones.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(super) struct TrainStep {
     trace: Trace,
     /// The loss of a micro-batch.
@@ -99,7 +99,6 @@ pub(super) struct TrainStep {
     pub model: String,
     /// Whether received rows may be evicted before their backward.
     evicts: bool,
-    overlap: Overlap,
 }
 
 impl TrainStep {
@@ -132,7 +131,6 @@ impl TrainStep {
             watched: Vec::new(),
             model: String::new(),
             evicts: options.memory.overflow == Overflow::Recompute,
-            overlap: options.overlap(),
         })
     }
 
@@ -274,19 +272,38 @@ impl TrainStep {
     }
 
     /// Lowers the graph to the program of one rank.
-    pub fn lower(&self, ranks: &RankPlan, target: Target, recomputation: &RematPlan) -> Result<Program> {
-        self.lower_graph(&self.graph(), ranks, target, recomputation)
+    pub fn lower(
+        &self,
+        options: &StepOptions,
+        ranks: &RankPlan,
+        target: Target,
+        recomputation: &RematPlan,
+    ) -> Result<Program> {
+        self.lower_graph(&self.graph(), options, ranks, target, recomputation)
     }
 
     /// Like [`Self::lower`], for a graph that the caller has locked.
     pub fn lower_graph(
         &self,
         graph: &Graph,
+        options: &StepOptions,
         ranks: &RankPlan,
         target: Target,
         recomputation: &RematPlan,
     ) -> Result<Program> {
-        lower(&Lowering {
+        lower(&self.lowering(graph, options, ranks, target, recomputation))
+    }
+
+    /// Returns the input of lowering for one rank. `graph` is the graph of this step, which the caller has locked.
+    pub fn lowering<'a>(
+        &'a self,
+        graph: &'a Graph,
+        options: &StepOptions,
+        ranks: &'a RankPlan,
+        target: Target,
+        recomputation: &'a RematPlan,
+    ) -> Lowering<'a> {
+        Lowering {
             name: "train",
             graph,
             table: &ranks.table,
@@ -295,9 +312,9 @@ impl TrainStep {
             roles: &self.roles,
             recomputation,
             evicts: self.evicts,
-            overlap: self.overlap,
+            overlap: options.overlap(),
             target,
-        })
+        }
     }
 
     pub fn graph(&self) -> MutexGuard<'_, Graph> {
@@ -309,10 +326,10 @@ impl TrainStep {
     }
 }
 
-/// A graph whose forward reads an input of tokens.
-#[derive(Debug)]
+/// A graph whose forward reads an input of tokens. Clones share the graph.
+#[derive(Debug, Clone)]
 pub(super) struct Trace {
-    graph: Arc<Mutex<Graph>>,
+    pub(super) graph: Arc<Mutex<Graph>>,
     pub tokens: Tensor,
 }
 

@@ -1,6 +1,7 @@
 //! The division of a step's tensors among context and tensor ranks, and of its parameters and gradients among shard ranks.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::{Arc, Mutex};
 
 use gapless_graph::shard::{
     FullSharing, FullySharded, Request, Sharded, Shares, Sharing, can_be_gathered, fully_shard, shard,
@@ -39,7 +40,7 @@ impl RankPlan {
 }
 
 impl Trace {
-    /// Replaces the graph by that of one rank. Handles of values that are not among `outputs` or `gradients`, and that a
+    /// Replaces the graph by that of one rank. Clones keep the old graph. Handles of values that are not among `outputs` or `gradients`, and that a
     /// node produces, are not valid afterwards.
     pub fn shard(
         &mut self,
@@ -56,12 +57,12 @@ impl Trace {
         for name in &sharded.gathered {
             tracing::warn!(operation = %name, "ranks gather its inputs, because it has no rule: see Op::rule");
         }
-        *self.lock() = std::mem::take(&mut sharded.graph);
+        self.graph = Arc::new(Mutex::new(std::mem::take(&mut sharded.graph)));
         self.tokens = self.tensor(sharded.value(request.tokens));
         Ok(sharded)
     }
 
-    /// Replaces the graph by one in which ranks divide some parameters and their gradients. Handles of values that are
+    /// Replaces the graph by one in which ranks divide some parameters and their gradients. Clones keep the old graph. Handles of values that are
     /// neither `gradients` nor needed without them are not valid afterwards.
     pub fn fully_shard(
         &mut self,
@@ -71,7 +72,7 @@ impl Trace {
     ) -> Result<FullySharded> {
         let _span = tracing::info_span!("fully_shard").entered();
         let mut sharded = fully_shard(&self.lock(), sharing, divided, gradients)?;
-        *self.lock() = std::mem::take(&mut sharded.graph);
+        self.graph = Arc::new(Mutex::new(std::mem::take(&mut sharded.graph)));
         self.tokens = self.tensor(sharded.value(self.tokens.id()));
         Ok(sharded)
     }

@@ -59,11 +59,11 @@ fn no_other_stages_hold_less() {
                 let chosen = stages.iter().enumerate().filter(|(index, _)| set >> index & 1 == 1);
                 let plan =
                     named.clone().recompute_in_both_halves(&step.graph(), &chosen.map(|(_, &stage)| stage).collect());
-                cost(&step.lower(&ranks, TARGET, &plan).unwrap())
+                cost(&step.lower(&options, &ranks, TARGET, &plan).unwrap())
             };
             let best = (0..1 << stages.len()).map(way).min().unwrap();
             let chosen = choose_recomputation(&step, &options, &ranks, TARGET, &[]).unwrap();
-            let found = cost(&step.lower(&ranks, TARGET, &chosen).unwrap());
+            let found = cost(&step.lower(&options, &ranks, TARGET, &chosen).unwrap());
             println!("{schedule} {rank}, {micro_batches} micro-batches: {found:?}, {:?} at once", way(0));
             assert_eq!(found, best, "{schedule}, rank {rank}, {micro_batches}, {recomputed:?}");
             *(if chosen.variants()[0].ending_with_input().next().is_some() { &mut twice } else { &mut once }) += 1;
@@ -93,7 +93,7 @@ fn all_ways(step: &TrainStep, ranks: &RankPlan) -> Vec<(u64, u64)> {
     let way = |(dropped, again)| {
         let dropping = saved.dropping(values_in(&candidates, dropped));
         let plan = RematPlan::uniform(saved.ending_with_input(dropping, values_in(&for_weights, again)));
-        cost(&step.lower_graph(&graph, ranks, TARGET, &plan).unwrap())
+        cost(&step.lower_graph(&graph, &StepOptions::default(), ranks, TARGET, &plan).unwrap())
     };
     let all_again = 1 << for_weights.len();
     (0..1 << candidates.len()).flat_map(|dropped| (0..all_again).map(move |again| (dropped, again))).map(way).collect()
@@ -122,7 +122,7 @@ fn no_way_for_both_halves_is_cheaper() {
             let found = found(bytes).unwrap();
             let alike = RematPlan::uniform(found.variants()[0].clone());
             let [(alive, less), (_, time)] =
-                [&found, &alike].map(|plan| cost(&step.lower(&ranks, TARGET, plan).unwrap()));
+                [&found, &alike].map(|plan| cost(&step.lower(&within(0), &ranks, TARGET, plan).unwrap()));
             println!("{bytes} bytes, {alive} alive, {less} ns again, {time} if all are alike, {best} at best");
             assert!(alive <= bytes && less <= time && best <= time);
             (again, at_best) = (again + time, at_best + best);

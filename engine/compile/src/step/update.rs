@@ -26,7 +26,7 @@ use super::record::{Held, Trace};
 use super::{LIMITS_INPUT, RankPlan, StepOptions};
 
 /// A parameter, with this rank's gradient of it.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(super) struct Parameter {
     pub name: String,
     pub tensor: Tensor,
@@ -94,7 +94,7 @@ impl Ownership {
 type Roles = HashMap<ValueId, Role>;
 
 /// The tensors that the ranks of the mesh keep between steps, as a checkpoint stores them.
-#[derive(Debug, Default)]
+#[derive(Debug, Clone, Default)]
 pub struct CheckpointLayout {
     /// Extents of every parameter and state, by name.
     pub shapes: BTreeMap<String, Vec<usize>>,
