@@ -149,9 +149,9 @@ impl Graph {
     pub fn add_data(&mut self, elements: Vec<f64>, spec: Spec) -> ValueId {
         let mut hasher = blake3::Hasher::new();
         hasher.update(format!("{:?}", (spec.dtype, spec.dims())).as_bytes());
-        for x in &elements {
-            hasher.update(&x.to_le_bytes());
-        }
+        let mut bytes = Vec::with_capacity(8 * elements.len());
+        elements.iter().for_each(|x| bytes.extend_from_slice(&x.to_le_bytes()));
+        hasher.update(&bytes);
         let name = format!("data {}", &hasher.finalize().to_hex()[..16]);
         if let Some(&id) = self.names.get(&name) {
             return id;
