@@ -289,7 +289,7 @@ impl Spread {
 /// # Errors
 /// Returns an error if a range ends before it starts, or if the ranges overlap or do not ascend.
 pub(crate) fn joined(ranges: Vec<Range<usize>>) -> Result<Vec<Range<usize>>, String> {
-    let mut joined: Vec<Range<usize>> = Vec::new();
+    let mut joined: Vec<Range<usize>> = Vec::with_capacity(ranges.len());
     for range in ranges {
         let last = joined.last_mut();
         if range.start > range.end || last.as_ref().is_some_and(|last| last.end > range.start) {

@@ -5,7 +5,6 @@ use gapless_compile::step::{MemoryOptions, StepOptions};
 use gapless_runtime::cpu::{MAX_THREADS, resolve_threads};
 
 use super::DeviceChoice;
-#[cfg(feature = "cuda")]
 use crate::error::{Result, TrainError};
 use crate::learning_rate::LearningRate;
 

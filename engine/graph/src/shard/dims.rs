@@ -282,8 +282,13 @@ impl Dims {
                             outer.into_iter().map(|r| r.start * inner..r.end * inner).collect()
                         }
                         _ => {
-                            let shifted = |i: usize| held.iter().map(move |r| i * inner + r.start..i * inner + r.end);
-                            outer.into_iter().flatten().flat_map(shifted).collect()
+                            // Flat results of collectives may have a range for each token.
+                            let count = held.len() * outer.iter().map(ExactSizeIterator::len).sum::<usize>();
+                            let mut all = Vec::with_capacity(count);
+                            for i in outer.into_iter().flatten() {
+                                all.extend(held.iter().map(|r| i * inner + r.start..i * inner + r.end));
+                            }
+                            all
                         }
                     };
                     inner *= extent;

@@ -187,6 +187,8 @@ struct Pass<'a> {
     used: HashSet<ValueId>,
     /// Whole and sliced forms of values, by phase and place.
     moved: HashMap<(ValueId, Option<usize>, Phase, Place), ValueId>,
+    /// The few lists of rows that are picked, with their values. Each layer picks the same ones.
+    picked: Vec<(Vec<usize>, ValueId)>,
     windows: BTreeMap<String, Window>,
     gathered: BTreeSet<String>,
 }
@@ -240,6 +242,7 @@ impl<'a> Pass<'a> {
             readers,
             used: HashSet::new(),
             moved: HashMap::new(),
+            picked: Vec::new(),
             windows: BTreeMap::new(),
             gathered: BTreeSet::new(),
         })
@@ -685,8 +688,15 @@ impl<'a> Pass<'a> {
     ) -> Result<ValueId> {
         let all = self.new.value(value).spec.elements() / width;
         let table = self.apply(like, Arc::new(Reshape { shape: (all, width).into() }), &[value])?[0];
-        let ids = Spec { shape: rows.len().into(), dtype: DType::U32 };
-        let ids = self.new.add_data(rows.into_iter().map(|row| row as f64).collect(), ids);
+        let ids = match self.picked.iter().find(|(known, _)| *known == rows) {
+            Some(&(_, ids)) => ids,
+            None => {
+                let spec = Spec { shape: rows.len().into(), dtype: DType::U32 };
+                let ids = self.new.add_data(rows.iter().map(|&row| row as f64).collect(), spec);
+                self.picked.push((rows, ids));
+                ids
+            }
+        };
         let picked = self.apply(like, Arc::new(Embedding::default()), &[table, ids])?;
         Ok(self.apply(like, Arc::new(Reshape { shape: dims.into() }), &picked)?[0])
     }
