@@ -133,7 +133,7 @@ impl Config {
         if let Some(part) = &text_part {
             architecture.set_decoder(part.decoder);
             let changed = |llama: &LlamaConfig| llama.traits.logit_scale != 1.0 || llama.logit_cap.is_some();
-            if part.has_plain_head() && architecture.llama().is_some_and(changed) {
+            if part.is_opened_whole() && architecture.llama().is_some_and(changed) {
                 let options = "logit_scale, logits_scaling or final_logit_softcapping";
                 let supported = "no factor and no cap of the logits, which transformers leaves out of the whole model";
                 fields.unsupported(options, &"given".into(), supported);
@@ -264,7 +264,10 @@ impl Config {
 
     /// The stored name of a tensor of the model.
     pub(super) fn stored(&self, name: String) -> String {
-        self.text_part.as_ref().map_or(name.clone(), |part| part.stored(&name))
+        match &self.text_part {
+            Some(part) => part.stored(&name),
+            None => name,
+        }
     }
 
     /// Notices for the user. Each names a part of the files that is left out of the model.

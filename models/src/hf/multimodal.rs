@@ -119,8 +119,9 @@ impl TextPart {
         Some((Self { options: part, class, decoder, stored: [decoder, HEADS[0]] }, path))
     }
 
-    /// True if the head is that of the whole model, which computes logits without a factor and without a cap.
-    pub fn has_plain_head(&self) -> bool {
+    /// True if transformers opens the whole model, not the text part alone. The whole model computes logits without a factor
+    /// and without a cap.
+    pub fn is_opened_whole(&self) -> bool {
         self.decoder != "model"
     }
 
@@ -158,7 +159,7 @@ impl TextPart {
     /// Returns PEFT's option `target_modules` for layers of the text part: their names, or if other parts may have layers of
     /// the same names a pattern of paths.
     pub fn targets(&self, names: &[String]) -> Value {
-        if self.decoder == "model" {
+        if !self.is_opened_whole() {
             return json!(names);
         }
         let escaped = |path: &str| path.replace('.', r"\.");

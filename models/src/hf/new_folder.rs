@@ -18,7 +18,7 @@ use super::error::{HfError, Result};
 use super::fields::read_object;
 use super::folder::SINGLE;
 use super::layout::layout;
-use super::save::{copy_settings, origins, write_error, write_file, write_parts, write_then_rename};
+use super::save::{copy_settings, origins, replace_config, write_error, write_file, write_parts, write_then_rename};
 use super::tensors::Dtype;
 use crate::{Activation, GptConfig, LatentConfig, LlamaConfig, MoeConfig};
 
@@ -139,25 +139,13 @@ impl NewFolder {
 
     fn write_settings(&self, to: &Path, dtype: Dtype) -> Result<()> {
         let mut options = self.options.clone();
-        let mut files = Vec::new();
-        match &self.like {
-            Some(folder) => {
-                copy_settings(folder, to)?;
-                if self.config.text_part().is_none() {
-                    return Ok(());
-                }
-                options.remove("quantization_config");
-                // A copy has the permissions of the original, which may be read-only.
-                let copy = to.join("config.json");
-                fs::remove_file(&copy).map_err(write_error(&copy))?;
-            }
-            None => {
-                options.insert("dtype".into(), json!(if dtype == Dtype::BF16 { "bfloat16" } else { "float32" }));
-                files.push(("generation_config.json", json!({ "eos_token_id": self.options["eos_token_id"] })));
-            }
+        if let Some(folder) = &self.like {
+            copy_settings(folder, to)?;
+            return if self.config.is_multimodal() { replace_config(options, to) } else { Ok(()) };
         }
-        files.push(("config.json", Value::Object(options)));
-        for (name, options) in files {
+        options.insert("dtype".into(), json!(if dtype == Dtype::BF16 { "bfloat16" } else { "float32" }));
+        let generation = json!({ "eos_token_id": self.options["eos_token_id"] });
+        for (name, options) in [("config.json", Value::Object(options)), ("generation_config.json", generation)] {
             let path = to.join(name);
             fs::write(&path, format!("{options:#}\n")).map_err(write_error(&path))?;
         }

@@ -244,14 +244,17 @@ impl Folder {
 /// Returns an error if there is no config.json, or if a file cannot be copied.
 pub fn copy_settings(model: &Path, to: &Path) -> Result<()> {
     copy_files(model, &MODEL, to)?;
+    let config = read_object(&to.join("config.json"))?;
+    if config.contains_key("quantization_config") { replace_config(config, to) } else { Ok(()) }
+}
+
+/// Replaces a copied config.json by these options, without `quantization_config`.
+pub(super) fn replace_config(mut config: Map<String, Value>, to: &Path) -> Result<()> {
+    config.remove("quantization_config");
+    let text = serde_json::to_vec_pretty(&config).expect("names and numbers make valid JSON");
     let path = to.join("config.json");
-    let mut config = read_object(&path)?;
-    if config.remove("quantization_config").is_some() {
-        let text = serde_json::to_vec_pretty(&config).expect("names and numbers make valid JSON");
-        // The copy has the permissions of the original, which may be read-only.
-        fs::remove_file(&path).and_then(|()| fs::write(&path, text)).map_err(write_error(&path))?;
-    }
-    Ok(())
+    // The copy has the permissions of the original, which may be read-only.
+    fs::remove_file(&path).and_then(|()| fs::write(&path, text)).map_err(write_error(&path))
 }
 
 /// Copies the files of a tokenizer that exist, such as tokenizer.json and a chat template.
