@@ -79,8 +79,9 @@ impl<'a> Evaluator<'a> {
     /// Computes time and sure bytes of configurations that share the forward and the gradients of their graphs, and passes
     /// each row to `give`. Those that share a graph are adjacent. Stops when `give` returns false.
     pub fn sketch(&self, group: &[&Configuration], give: &mut dyn FnMut(Row) -> bool) {
-        let mut steps = group.iter().filter_map(|configuration| configuration.step.as_ref().ok());
-        let whole = steps.find_map(|step| step.record_whole().ok());
+        let steps = group.iter().filter_map(|configuration| configuration.step.as_ref().ok());
+        let mut divided = steps.filter(|step| WholeStep::is_divided(&step.options));
+        let whole = divided.find_map(|step| step.record_whole().ok());
         for of_graph in group.chunk_by(|a, b| a.graph_key() == b.graph_key()) {
             if !self.sketch_graph(of_graph, whole.as_ref(), give) {
                 return;

@@ -53,6 +53,13 @@ impl WholeStep {
         )
     }
 
+    /// True if ranks divide tensors or parameters. Only then is the graph of a step made from its forward and gradients: if
+    /// not, the update is recorded in the same graph.
+    pub fn is_divided(options: &StepOptions) -> bool {
+        let ranks = first_rank(options);
+        ranks.sharings(options).next().is_some() || ranks.full_sharing(options).is_some()
+    }
+
     /// Records the forward and the gradients of a step.
     ///
     /// # Errors
@@ -127,16 +134,14 @@ impl StepGraph {
     /// Returns the errors of [`Self::record`], and an error if `whole` was recorded with options of another
     /// [key](WholeStep::key).
     pub fn record_from(whole: &WholeStep, build: &Build<'_>, options: &StepOptions) -> Result<Self> {
-        let ranks = first_rank(options);
-        // The update is recorded in the same graph, unless ranks get graphs of their own.
-        if ranks.sharings(options).next().is_none() && ranks.full_sharing(options).is_none() {
+        if !WholeStep::is_divided(options) {
             return Self::record(build, options);
         }
         options.check()?;
         if WholeStep::key(options) != whole.key {
             return Err(other_options());
         }
-        Ok(Self::of(divided(whole.step.clone(), options, &ranks)?, options))
+        Ok(Self::of(divided(whole.step.clone(), options, &first_rank(options))?, options))
     }
 
     fn of(step: TrainStep, options: &StepOptions) -> Self {

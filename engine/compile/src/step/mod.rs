@@ -268,8 +268,8 @@ fn shortened(options: &StepOptions, ranks: &RankPlan) -> RankPlan {
     short.flatten().unwrap_or_else(|| ranks.clone())
 }
 
-/// Returns the stages of a rank's actions that may recompute twice: those with a split backward. Returns `None` if there are no
-/// such stages, or if no policy names the values to drop. Also returns `None` with [`Overflow::Recompute`], because the
+/// Returns the stages of a rank's actions that may recompute twice: those with a split backward. Returns `None` if there are
+/// no such stages, or if no policy names the values to drop. Also returns `None` with [`Overflow::Recompute`], because the
 /// recomputation of evicted rows reads values that must be kept.
 fn can_be_twice<'a>(
     options: &StepOptions,

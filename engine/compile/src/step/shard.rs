@@ -40,8 +40,8 @@ impl RankPlan {
 }
 
 impl Trace {
-    /// Replaces the graph by that of one rank. Clones keep the old graph. Handles of values that are not among `outputs` or `gradients`, and that a
-    /// node produces, are not valid afterwards.
+    /// Replaces the graph by that of one rank. Clones keep the old graph. Handles of values that are not among `outputs` or
+    /// `gradients`, and that a node produces, are not valid afterwards.
     pub fn shard(
         &mut self,
         sharing: &Sharing,
@@ -62,8 +62,8 @@ impl Trace {
         Ok(sharded)
     }
 
-    /// Replaces the graph by one in which ranks divide some parameters and their gradients. Clones keep the old graph. Handles of values that are
-    /// neither `gradients` nor needed without them are not valid afterwards.
+    /// Replaces the graph by one in which ranks divide some parameters and their gradients. Clones keep the old graph. Handles
+    /// of values that are neither `gradients` nor needed without them are not valid afterwards.
     pub fn fully_shard(
         &mut self,
         sharing: &FullSharing,

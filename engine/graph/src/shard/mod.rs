@@ -733,8 +733,8 @@ impl<'a> Pass<'a> {
                 continue;
             }
             let is_float = FLOATS.contains(&self.new.value(value).spec.dtype);
-            let is_one_range = self.windows_of_ranks(id, cut).all(|window| window.held()[dim].len() == 1);
-            if !is_one_range && (self.sharing.divides_tokens() || !is_float) {
+            let is_one_range = || self.windows_of_ranks(id, cut).all(|window| window.held()[dim].len() == 1);
+            if (self.sharing.divides_tokens() || !is_float) && !is_one_range() {
                 let indices: Vec<Option<usize>> = held.iter().cloned().flatten().map(Some).collect();
                 value = self.take(value, dim, &indices, like)?;
                 continue;
