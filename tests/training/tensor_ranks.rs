@@ -6,7 +6,7 @@ use std::ops::ControlFlow;
 use gapless::models::{Llama, LlamaConfig, MoeStyle};
 use gapless::nn::{Preference, VarBuilder};
 use gapless::{
-    AdamW, Checkpoint, DType, GenerateOptions, Generation, Lora, Mesh, Model, NextToken, Precision, Quantize,
+    AdamW, AdamW8bit, Checkpoint, DType, GenerateOptions, Generation, Lora, Mesh, Model, NextToken, Precision, Quantize,
     QuantizedFormat, Result, StepOptions, TrainOptions, Trainable, Trainer, Window, communicator,
 };
 use gapless_testing::in_turn;
@@ -46,7 +46,7 @@ pub fn parts(trainer: &Trainer) -> Parts {
         if let Ok(gradient) = trainer.gradient(&name) {
             parts.push((format!("gradient of {name}"), window, read(gradient)));
         }
-        for name in ["", "exp_avg/", "exp_avg_sq/", "master/", "average/"].map(|state| format!("{state}{name}")) {
+        for name in ["", "exp_avg/", "exp_avg_sq/", "exp_avg_scale/", "master/", "average/"].map(|state| format!("{state}{name}")) {
             if let Ok(tensor) = trainer.tensor(&name) {
                 parts.push((name.clone(), trainer.window(&name).unwrap(), read(tensor)));
             }
@@ -466,5 +466,40 @@ fn adapters_of_quantized_weights_train_as_on_one_rank() {
             assert!(is_split("up_proj.weight") && is_split("down_proj.weight"), "{what}");
             close(&outcome, &alone, &what);
         }
+    }
+}
+
+/// Each rank's part of a weight consists of whole blocks of eight-bit states, in a run for each row or in one.
+#[test]
+fn states_of_eight_bits_are_divided_as_their_parameters_are() {
+    let config = LlamaConfig {
+        vocabulary: 50,
+        layers: 1,
+        heads: 4,
+        kv_heads: 2,
+        width: 512,
+        hidden: 1024,
+        ..LlamaConfig::default()
+    };
+    let tokens: Vec<u32> = (0..48).map(|i| i * i * 7 % 50).collect();
+    let on = |mesh, sequence_parallel| {
+        let mut options = options(mesh, sequence_parallel, 2, 24);
+        options.step.optimizer = AdamW8bit { smallest: 0, ..AdamW8bit::default() }.into();
+        (options.step.micro_batches, options.step.keep_gradients) = (1, false);
+        step_of(|vb| Llama::new(&config, vb), &options, (&tokens, 2))
+    };
+    let alone = on(mesh(1), false);
+    for (mesh, sequence_parallel) in [
+        (mesh(2), true),
+        (Mesh { data: 2, ..mesh(2) }, false),
+        (Mesh { shard: 2, ..mesh(2) }, true),
+        (Mesh { context: 2, ..mesh(2) }, true),
+    ] {
+        let outcome = on(mesh, sequence_parallel);
+        for state in ["o_proj", "down_proj", "up_proj"] {
+            let is_split = |name: &String| name.starts_with("exp_avg_scale/") && name.contains(state);
+            assert!(outcome.split.iter().any(is_split), "{state} on {mesh:?}");
+        }
+        close(&outcome, &alone, &format!("{mesh:?}"));
     }
 }

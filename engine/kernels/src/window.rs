@@ -135,7 +135,7 @@ impl Window {
 
     /// Returns the same part of a tensor of other extents, whose elements in row-major order correspond to those of this
     /// window's tensor in equal blocks, as scales do that are stored for each block. Returns `None` if the part does not
-    /// consist of whole blocks.
+    /// consist of whole blocks, or if it is several runs of blocks and the other tensor has several dimensions.
     pub fn scaled(&self, dims: &[usize]) -> Option<Self> {
         if self.whole == dims {
             return Some(self.clone());
@@ -145,10 +145,14 @@ impl Window {
             let scaled = index as u128 * other;
             scaled.is_multiple_of(own.max(1)).then(|| (scaled / own.max(1)) as usize)
         };
-        let mut runs = self.runs();
-        let run = runs.next().unwrap_or(0..0);
-        let range = scaled(run.start)?..scaled(run.end)?;
-        runs.next().is_none().then(|| Self::whole(dims).range(range))
+        let blocks = self.runs().map(|run| Some(scaled(run.start)?..scaled(run.end)?));
+        let blocks = joined(blocks.collect::<Option<_>>()?).expect("runs ascend and do not overlap");
+        match (&blocks[..], dims) {
+            ([], _) => Some(Self::whole(dims).range(0..0)),
+            ([blocks], _) => Some(Self::whole(dims).range(blocks.clone())),
+            (_, [_]) => Some(Self::of(dims, vec![blocks])),
+            _ => None,
+        }
     }
 
     /// Returns the places of the window's elements in the form that kernels compute with, or `None` if the window does
@@ -166,7 +170,8 @@ impl Window {
         let (mut rest, mut index, mut stride) = (self.flat.start + at, 0, 1);
         for (ranges, &extent) in self.held.iter().zip(&self.whole).rev() {
             let held = total(ranges);
-            index += stride * nth(ranges, rest % held);
+            let (range, within) = nth(ranges, rest % held);
+            index += stride * (ranges[range].start + within);
             (rest, stride) = (rest / held, stride * extent);
         }
         index
@@ -176,25 +181,49 @@ impl Window {
     /// the range of its elements' indices in the whole tensor, in row-major order. Adjacent runs are joined where whole
     /// dimensions allow it, not in general.
     pub fn runs(&self) -> impl Iterator<Item = Range<usize>> + Clone + '_ {
-        // The last dimension that is not whole, and the number of elements below each of its indices.
+        // The dimensions up to the last one that is not whole, and the number of elements below each index of that one.
         let cut = self.held.iter().zip(&self.whole).rposition(|(ranges, &extent)| total(ranges) != extent);
-        let inner: usize = self.whole[cut.map_or(0, |dim| dim + 1)..].iter().product();
+        let walked = cut.map_or(0, |dim| dim + 1);
+        let inner: usize = self.whole[walked..].iter().product();
+        // For each of these dimensions, the range that the next run begins in, and the index within it.
+        let mut places = vec![(0, 0); walked];
+        let mut rest = self.flat.start / inner.max(1);
+        for (place, ranges) in places.iter_mut().zip(&self.held).rev() {
+            let held = total(ranges).max(1);
+            *place = nth(ranges, rest % held);
+            rest /= held;
+        }
         let mut at = self.flat.start;
         std::iter::from_fn(move || {
             if at >= self.flat.end {
                 return None;
             }
-            let first = self.index(at - self.flat.start);
-            let Some(dim) = cut else {
-                let run = first..first + self.flat.end - at;
-                at = self.flat.end;
-                return Some(run);
+            let index = |index: usize, dim: usize| {
+                let (range, within) = places[dim];
+                index * self.whole[dim] + self.held[dim][range].start + within
             };
-            // The elements up to the end of the range of the cut dimension.
-            let index = first / inner % self.whole[dim];
-            let range = self.held[dim].iter().find(|range| range.contains(&index)).expect("the index is held");
-            let len = ((range.end - index) * inner - first % inner).min(self.flat.end - at);
+            let (within, left) = (at % inner, self.flat.end - at);
+            let first = (0..walked).fold(0, index) * inner + within;
+            let len = match places.last() {
+                None => left,
+                // The elements up to the end of the range of the last walked dimension.
+                Some(&(range, index)) => ((self.held[walked - 1][range].len() - index) * inner - within).min(left),
+            };
             at += len;
+            if let Some((range, index)) = places.last_mut() {
+                (*range, *index) = (*range + 1, 0);
+            }
+            for dim in (1..walked).rev() {
+                if places[dim].0 < self.held[dim].len() {
+                    break;
+                }
+                places[dim].0 = 0;
+                let (range, index) = &mut places[dim - 1];
+                *index += 1;
+                if *index == self.held[dim - 1][*range].len() {
+                    (*range, *index) = (*range + 1, 0);
+                }
+            }
             Some(first..first + len)
         })
     }
@@ -308,15 +337,15 @@ pub(crate) fn total(ranges: &[Range<usize>]) -> usize {
     ranges.iter().map(ExactSizeIterator::len).sum()
 }
 
-/// Returns the index with number `at` of those in the ranges.
-fn nth(ranges: &[Range<usize>], mut at: usize) -> usize {
-    for range in ranges {
+/// Returns the range that contains the index with number `at` of those in the ranges, and the place of this index in it.
+fn nth(ranges: &[Range<usize>], mut at: usize) -> (usize, usize) {
+    for (number, range) in ranges.iter().enumerate() {
         if at < range.len() {
-            return range.start + at;
+            return (number, at);
         }
         at -= range.len();
     }
-    unreachable!("the caller has checked the number of indices")
+    (0, 0)
 }
 
 #[cfg(test)]
@@ -412,7 +441,13 @@ mod tests {
         assert_eq!(rows.scaled(&[8, 4]).as_ref(), Some(&rows));
         assert_eq!([32, 8, 4].map(|blocks| scaled(&rows, &[blocks])), [Some(8..24), Some(2..6), Some(1..3)]);
         assert_eq!(scaled(&rows, &[2]), None, "half a block");
-        assert_eq!(scaled(&Window::of(&[8, 4], vec![vec![0..8], vec![0..2]]), &[8]), None, "columns");
+        let columns = Window::of(&[8, 4], vec![vec![0..8], vec![0..2]]);
+        assert_eq!(scaled(&columns, &[8]), None, "half a row");
+        assert_eq!(columns.scaled(&[8, 2, 2]), None, "columns of several dimensions");
+        let pairs = Window::of(&[16], vec![(0..8).map(|row| 2 * row..2 * row + 1).collect()]);
+        assert_eq!(columns.scaled(&[16]), Some(pairs.clone()));
+        assert_eq!(pairs.range(2..5).runs().collect::<Vec<_>>(), [4..5, 6..7, 8..9]);
+        assert_eq!(columns.range(4..10).scaled(&[16]).map(|part| part.runs().collect()), Some(vec![4..5, 6..7, 8..9]));
         assert_eq!(scaled(&rows.range(4..4), &[2]), Some(0..0));
     }
 

@@ -367,6 +367,7 @@ impl Update<'_> {
         let is_split = divided != Axes::NONE || self.held.is_share(name);
         if ranks > 1 && !is_split && is_large && grain.is_some_and(divides) {
             let [sum] = Tensor::apply_op(Collective::ReduceScatter { axes: batch, ranks }, &[gradient])?;
+            let sum = if sum.dims().len() == 1 { sum } else { sum.reshape(sum.elem_count())? };
             return Ok((sum, part));
         }
         let sum = if ranks > 1 { self.all_reduce(&self.own(gradient)?, batch)? } else { gradient.clone() };

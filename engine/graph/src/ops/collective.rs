@@ -24,14 +24,14 @@ pub enum Collective {
         /// The axes of the group.
         axes: Axes,
     },
-    /// Sum of floats of which each rank keeps its own part: ranks · n elements → n elements.
+    /// Sum of floats of which each rank keeps its own part: [ranks, ..] → [..], or ranks · n elements of another shape → [n].
     ReduceScatter {
         /// The axes of the group.
         axes: Axes,
         /// Number of ranks.
         ranks: usize,
     },
-    /// Concatenation of the parts of all ranks: n elements → ranks · n elements.
+    /// The parts of all ranks, one after another: [..] → [ranks, ..].
     AllGather {
         /// The axes of the group.
         axes: Axes,
@@ -154,9 +154,9 @@ impl Op for Collective {
     fn rule(&self, inputs: &[Spec], _: &[Spec]) -> Option<Rule> {
         match *self {
             Self::AllReduce { .. } => Some(Rule::elementwise(1, 1)),
-            Self::AllGather { .. } => Some(Rule::labels("* -> (R *)")),
+            Self::AllGather { .. } => Some(Rule::labels("* -> R *")),
             Self::ReduceScatter { ranks, .. } if inputs[0].dims().first() == Some(&ranks) => {
-                Some(Rule::labels("R * -> (*)"))
+                Some(Rule::labels("R * -> *"))
             }
             Self::AllToAllRows { .. } => Some(Rule::labels("R w, S, T -> Q w")),
             _ => None,
@@ -199,16 +199,16 @@ impl Op for Collective {
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
         let first = &inputs[0];
-        let flat = |elements: usize| Spec { shape: elements.into(), dtype: first.dtype };
         match *self {
             Self::AllReduce { .. } | Self::ReduceScatter { .. } if !FLOATS.contains(&first.dtype) => {
                 Err(format!("a sum takes one of {FLOATS:?}, not {:?}", first.dtype))
             }
             Self::AllReduce { .. } => Ok(vec![first.clone()]),
-            Self::ReduceScatter { ranks, .. } if first.elements().is_multiple_of(ranks) => {
-                Ok(vec![flat(first.elements() / ranks)])
-            }
-            Self::AllGather { ranks, .. } => Ok(vec![flat(first.elements() * ranks)]),
+            Self::ReduceScatter { ranks, .. } if first.elements().is_multiple_of(ranks) => Ok(vec![match first.dims() {
+                [of, part @ ..] if *of == ranks => first.in_shape(part),
+                _ => first.in_shape(first.elements() / ranks),
+            }]),
+            Self::AllGather { ranks, .. } => Ok(vec![first.in_shape([&[ranks], first.dims()].concat())]),
             Self::Refill { ranks, .. } if first.elements() == inputs[1].elements() * ranks => Ok(vec![first.clone()]),
             Self::AllToAll { ranks, .. } if first.elements().is_multiple_of(ranks) => Ok(vec![first.clone()]),
             Self::AllToAllRows { ranks, rows, .. } => {
@@ -270,9 +270,12 @@ impl Op for Collective {
             Self::AllReduce { .. } => vec![x.clone()],
             Self::ReduceScatter { ranks, .. } => {
                 let part = x.data.len() / ranks;
-                vec![Array::new(&[part], x.data[..part].iter().map(|x| x * ranks as f64).collect())]
+                let dims = if x.dims.first() == Some(&ranks) { &x.dims[1..] } else { &[part][..] };
+                vec![Array::new(dims, x.data[..part].iter().map(|x| x * ranks as f64).collect())]
             }
-            Self::AllGather { ranks, .. } => vec![Array::new(&[x.data.len() * ranks], x.data.repeat(ranks))],
+            Self::AllGather { ranks, .. } => {
+                vec![Array::new(&[&[ranks], &x.dims[..]].concat(), x.data.repeat(ranks))]
+            }
             Self::Refill { ranks, .. } => vec![Array::new(&x.dims, args.input(1).data.repeat(ranks))],
             Self::AllToAll { ranks, .. } => {
                 vec![Array::new(&x.dims, x.data[..x.data.len() / ranks].repeat(ranks))]

@@ -233,7 +233,12 @@ impl<'a> Pass<'a> {
         self.rearrange(id, like)?;
         let FullSharing { axes, ranks, .. } = self.sharing;
         let whole = self.values[&id];
-        let part = self.new.apply_like(like, Arc::new(Collective::ReduceScatter { axes, ranks }), &[whole])?[0];
+        let mut part = self.new.apply_like(like, Arc::new(Collective::ReduceScatter { axes, ranks }), &[whole])?[0];
+        let spec = &self.new.value(part).spec;
+        if spec.dims().len() != 1 {
+            let flat = Arc::new(Reshape { shape: spec.elements().into() });
+            part = self.new.apply_like(like, flat, &[part])?[0];
+        }
         self.summed.insert(id, part);
         Ok(())
     }
