@@ -11,7 +11,7 @@ use std::path::PathBuf;
 use anyhow::{Context, Result, bail};
 use clap::Parser;
 use gapless::TrainError;
-use gapless::alloc::{Buffer, Lifetime, Options, Problem, Solution, plan};
+use gapless::alloc::{Buffer, Lifetime, Problem, Solution};
 use gapless::allocators::{Comparison, Entry, Kind, Request, Requests, compare};
 use gapless::engine::compile::StagePartition;
 use gapless::models::hf::Architecture;
@@ -64,18 +64,11 @@ struct Row {
     comparable: String,
     #[serde(default)]
     quick: bool,
-    /// The number of tensor-parallel ranks. The model has the extents of one of them.
-    #[serde(default = "one")]
-    tensor: u64,
     /// True if a part of the step that changes the efficiency is not modelled. The table has the paper's efficiencies in
     /// parentheses then.
     #[serde(default)]
     only_bytes: bool,
     run: toml::Table,
-}
-
-fn one() -> u64 {
-    1
 }
 
 /// A paper's result about an allocator.
@@ -188,11 +181,7 @@ fn measure(row: &Row, further: &[Kind], load: Option<&ExpertLoad>, vary_lengths:
         let mut step = step.clone();
         step.expert_load = load.clone();
         let served = executable.serve_rows(&step.received_rows(&graph, rank)).map_err(TrainError::from)?;
-        let own = match row.tensor {
-            1 => served.solution.clone(),
-            tensor => plan(&of_one_tensor_rank(&served.problem, tensor)?, &Options::default()),
-        };
-        let mut problem = of_one_tensor_rank(&step.eager(&graph, rank)?, row.tensor)?;
+        let mut problem = step.eager(&graph, rank)?;
         let requests = Requests::new(&problem);
         let requests = requests.step().iter().filter(|request| matches!(request, Request::Allocate(_))).count();
         if vary_lengths {
@@ -203,7 +192,7 @@ fn measure(row: &Row, further: &[Kind], load: Option<&ExpertLoad>, vary_lengths:
         let kinds = [&PEERS, further].concat();
         let comparison = Comparison { kinds, iterations: 3, ..Comparison::default() };
         let compared = compare(&problem, &Requests::new(&problem), &comparison);
-        let Solution { height, lower_bound, .. } = own;
+        let Solution { height, lower_bound, .. } = served.solution;
         Ok(Measured {
             name: if is_mixture { format!("{}, {load}", row.name) } else { row.name.clone() },
             requests,
@@ -213,18 +202,6 @@ fn measure(row: &Row, further: &[Kind], load: Option<&ExpertLoad>, vary_lengths:
         })
     };
     loads.iter().map(of_load).collect()
-}
-
-/// Multiplies the buffers that outlive the step. The width of the model is divided by the number of tensor-parallel
-/// ranks, which gives activations the bytes of one rank under sequence parallelism. But it divides both extents of a
-/// matrix, and such a rank divides only one.
-fn of_one_tensor_rank(problem: &Problem, tensor: u64) -> Result<Problem> {
-    let whole = whole(problem);
-    let scaled = |buffer: &Buffer| {
-        let factor = if buffer.lifetime == whole { tensor } else { 1 };
-        Buffer { bytes: buffer.bytes * factor, ..buffer.clone() }
-    };
-    Ok(Problem::new(problem.buffers().iter().map(scaled).collect())?)
 }
 
 /// One step after the other, with the buffers of the first that outlive it.
@@ -428,11 +405,9 @@ mod tests {
     }
 
     #[test]
-    fn only_buffers_that_outlive_the_step_are_multiplied() {
+    fn buffers_that_outlive_the_step_outlive_both_steps() {
         let buffers = [(0..6, 10), (0..2, 20), (1..6, 30)].map(|(ticks, bytes)| Buffer::new(ticks, bytes));
         let problem = Problem::new(buffers.to_vec()).unwrap();
-        let bytes = |problem: &Problem| problem.buffers().iter().map(|buffer| buffer.bytes).collect::<Vec<_>>();
-        assert_eq!(bytes(&of_one_tensor_rank(&problem, 4).unwrap()), [40, 20, 30]);
         let both = in_turn(&problem, &problem).unwrap();
         let lifetimes: Vec<Lifetime> = both.buffers().iter().map(|buffer| buffer.lifetime.clone()).collect();
         assert_eq!(lifetimes, [0..12, 0..2, 1..6, 6..8, 7..12]);

@@ -6,8 +6,8 @@ use std::ops::ControlFlow;
 use gapless::models::{Llama, LlamaConfig, MoeStyle};
 use gapless::nn::{Preference, VarBuilder};
 use gapless::{
-    AdamW, AdamW8bit, Checkpoint, DType, GenerateOptions, Generation, Lora, Mesh, Model, NextToken, Precision, Quantize,
-    QuantizedFormat, Result, StepOptions, TrainOptions, Trainable, Trainer, Window, communicator,
+    AdamW, AdamW8bit, Checkpoint, DType, GenerateOptions, Generation, Lora, Mesh, Model, NextToken, Precision,
+    Quantize, QuantizedFormat, Result, StepOptions, TrainOptions, Trainable, Trainer, Window, communicator,
 };
 use gapless_testing::in_turn;
 
@@ -46,7 +46,9 @@ pub fn parts(trainer: &Trainer) -> Parts {
         if let Ok(gradient) = trainer.gradient(&name) {
             parts.push((format!("gradient of {name}"), window, read(gradient)));
         }
-        for name in ["", "exp_avg/", "exp_avg_sq/", "exp_avg_scale/", "master/", "average/"].map(|state| format!("{state}{name}")) {
+        for name in ["", "exp_avg/", "exp_avg_sq/", "exp_avg_scale/", "master/", "average/"]
+            .map(|state| format!("{state}{name}"))
+        {
             if let Ok(tensor) = trainer.tensor(&name) {
                 parts.push((name.clone(), trainer.window(&name).unwrap(), read(tensor)));
             }

@@ -96,10 +96,14 @@ pub struct MegatronConfig {
     /// Whether attention is computed by separate operations, so that the probabilities are kept for the backward.
     /// Without it, attention is a flash kernel.
     pub unfused_attention: bool,
+    /// Whether norms, gates and rotary positions are computed by separate operations of PyTorch, which save more for the
+    /// backward. Without it, each is one kernel.
+    pub unfused_layers: bool,
     /// Whether context ranks pass keys and values around, so that each rank keeps a copy of its own for the backward.
     /// `step.sequence` has the tokens of one context rank, and `mesh.data` the data ranks × context ranks.
     pub ring_attention: bool,
-    /// Whether layers are Megatron's own, without Transformer Engine and its workspace.
+    /// Whether layers are Megatron's own, without Transformer Engine and its workspace. Their products gather divided tokens
+    /// into one buffer that lives through the step.
     pub local_layers: bool,
     /// Whether the run is deterministic, which sets the size of cuBLAS's workspaces.
     pub deterministic: bool,

@@ -1,6 +1,8 @@
 //! The allocations of Megatron-LM's modules that differ from those of PyTorch's operations (Megatron-LM d98e8a64,
 //! `megatron/core`). The module `rules` describes how to read the functions.
 
+use gapless_engine::StepOptions;
+
 use super::autograd::{Autograd, Var};
 use super::tape::{F32, INT64, Tensor};
 use crate::step::{DeviceProfile, MegatronConfig};
@@ -16,7 +18,13 @@ pub struct Megatron {
     pub copies_gradients: bool,
     /// Number of ranks that share the optimizer's states.
     pub optimizer_ranks: u64,
+    /// Whether attention consists of separate operations.
     pub is_unfused: bool,
+    /// Whether norms, gates and rotary positions consist of separate operations.
+    pub has_unfused_layers: bool,
+    /// Whether products gather their tokens into one buffer that lives through the step (`GlobalMemoryBuffer`), as those of
+    /// `megatron/core/tensor_parallel/layers.py` do.
+    pub has_gather_buffer: bool,
     pub is_ring: bool,
     /// Whether the output of flash attention is copied to the layout of the layers.
     pub copies_output: bool,
@@ -25,12 +33,14 @@ pub struct Megatron {
 }
 
 impl Megatron {
-    pub fn new(config: &MegatronConfig, data_ranks: usize, device: &DeviceProfile) -> Self {
+    pub fn new(config: &MegatronConfig, options: &StepOptions, device: &DeviceProfile) -> Self {
         Self {
             gradient: if config.fp16 { 2 } else { F32 },
             copies_gradients: config.fp16,
-            optimizer_ranks: config.optimizer_ranks.unwrap_or(data_ranks) as u64,
+            optimizer_ranks: config.optimizer_ranks.unwrap_or(options.mesh.data) as u64,
             is_unfused: config.unfused_attention,
+            has_unfused_layers: config.unfused_layers,
+            has_gather_buffer: config.local_layers && options.sequence_parallel,
             is_ring: config.ring_attention,
             copies_output: !is_hopper(device.capability),
             workspaces: workspaces(config, device.capability),
@@ -64,9 +74,13 @@ fn workspaces(config: &MegatronConfig, capability: f64) -> u64 {
 
 impl Autograd {
     /// `gather_from_sequence_parallel_region` of `parts` ranks: the backward scatters the sum of the gradients.
-    pub fn gather(&self, x: &Var, parts: u64) -> Var {
-        let (elements, width) = (x.data.elements, x.data.width);
-        let whole = self.tape.new_tensor(parts * elements, width, x.data.dtype);
+    /// With a buffer that exists already, the whole has no memory of its own.
+    pub fn gather(&self, x: &Var, parts: u64, has_buffer: bool) -> Var {
+        let (elements, width, dtype) = (x.data.elements, x.data.width, x.data.dtype);
+        let whole = match has_buffer {
+            true => self.tape.without_memory(parts * elements, width, dtype),
+            false => self.tape.new_tensor(parts * elements, width, dtype),
+        };
         let whole = Tensor { part: Some(x.data.storage.clone()), ..whole };
         self.record(&[x]).output(whole, move |t, g| vec![Some(t.new_tensor(elements, width, g.dtype))])
     }
@@ -171,6 +185,8 @@ impl Autograd {
 
 #[cfg(test)]
 mod tests {
+    use gapless_alloc::Buffer;
+
     use crate::run::RunConfig;
     use crate::step::eager::assert_refused;
     use crate::step::{EagerBytes, Step};
@@ -179,13 +195,17 @@ mod tests {
     const WIDTH: u64 = 256;
     const HEADS: u64 = 4;
 
-    fn bytes(layers: u64, keys: &str) -> EagerBytes {
+    fn step(layers: u64, keys: &str) -> Step {
         let text = format!(
             "[model.gpt]\nvocabulary = 8100\nsequence = 128\nlayers = {layers}\nheads = {HEADS}\nwidth = {WIDTH}\ndropout = 0.1\n\
              [step]\nbatch = 2\nsequence = 128\nprecision = \"bf16\"\n[estimate]\nlowering = \"megatron\"\n"
         );
         let keys: Vec<String> = keys.split_whitespace().map(str::to_owned).collect();
-        let step = Step::new(&RunConfig::parse(&text, &keys).unwrap()).unwrap();
+        Step::new(&RunConfig::parse(&text, &keys).unwrap()).unwrap()
+    }
+
+    fn bytes(layers: u64, keys: &str) -> EagerBytes {
+        let step = step(layers, keys);
         step.eager_bytes(&step.record().unwrap(), 0).unwrap()
     }
 
@@ -212,6 +232,37 @@ mod tests {
                 assert_eq!(kept, formula + statistics, "{keys}");
             }
         }
+    }
+
+    /// A layer gathers the tokens of two products in the forward and again in the backward: into new tensors, or into a buffer
+    /// of all layers.
+    #[test]
+    fn products_of_local_layers_gather_into_one_buffer() {
+        let table = |layers, keys: &str| {
+            let step = step(layers, &format!("mesh.tensor=2 step.sequence_parallel=true {keys}"));
+            step.eager(&step.record().unwrap(), 0).unwrap()
+        };
+        let requests = |layers, keys: &str| table(layers, keys).buffers().len();
+        let [of_two, of_three] =
+            [2, 3].map(|layers| requests(layers, "") - requests(layers, "estimate.megatron.local_layers=true"));
+        assert_eq!(of_three - of_two, 4);
+        let table = table(2, "estimate.megatron.local_layers=true");
+        let is_kept = |buffer: &&Buffer| buffer.lifetime == (0..table.end()) && buffer.bytes == TOKENS * WIDTH * 2;
+        assert_eq!(table.buffers().iter().filter(is_kept).count(), 1);
+    }
+
+    /// Each separate operation saves what its gradient reads.
+    #[test]
+    fn unfused_layers_keep_more() {
+        let kept = |keys: &str| {
+            let text = "model = \"llama:vocabulary=128,layers=2,heads=4,kv_heads=4,width=256\"\n[step]\nbatch = 2\nsequence = 128\nprecision = \"bf16\"\n[estimate]\nlowering = \"megatron\"\n";
+            let keys: Vec<String> = keys.split_whitespace().map(str::to_owned).collect();
+            let step = Step::new(&RunConfig::parse(text, &keys).unwrap()).unwrap();
+            let EagerBytes { peak, states } = step.eager_bytes(&step.record().unwrap(), 0).unwrap();
+            peak - states
+        };
+        // At least the product of the gate's activation, and a copy in f32 of the input of each norm.
+        assert!(kept("estimate.megatron.unfused_layers=true") > kept("") + 2 * TOKENS * WIDTH * (2 + 2 * 4));
     }
 
     /// Bytes per parameter: arXiv 1910.02054, section 3.1, with gradients in f32 in bf16 and copied to f32 in fp16.

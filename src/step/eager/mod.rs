@@ -217,8 +217,8 @@ impl Step {
 
     fn style(&self) -> Style {
         let is_amp = self.lowering == Lowering::EagerAmp;
-        let megatron = (self.lowering == Lowering::Megatron)
-            .then(|| Megatron::new(&self.megatron, self.options.mesh.data, &self.device));
+        let megatron =
+            (self.lowering == Lowering::Megatron).then(|| Megatron::new(&self.megatron, &self.options, &self.device));
         let (parameter, is_mixed) = match self.precision() {
             Precision::Bf16 => (if is_amp { F32 } else { BF16 }, !is_amp && self.fsdp.is_none()),
             Precision::PureBf16 => (BF16, false),

@@ -246,7 +246,8 @@ impl Autograd {
         let y = self.product_result(|| self.tape.new_tensor(flat.data.rows() * outer, outer, turned.data.dtype));
         drop(self.tape.bytes(if bias.is_some() { CUBLAS_LT } else { CUBLAS }));
         let has_bias = bias.is_some();
-        let gathered = flat.data.part.as_ref().map(|_| (flat.data.elements, flat.data.dtype));
+        let is_gathered = flat.data.part.is_some() && flat.data.storage.has_memory();
+        let gathered = is_gathered.then_some((flat.data.elements, flat.data.dtype));
         let product = |t: &Tape, elements, width, dtype| {
             let product = t.new_tensor(elements, width, dtype);
             drop(t.bytes(CUBLAS));

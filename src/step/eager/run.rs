@@ -6,9 +6,10 @@ use std::ops::Range;
 use std::rc::Rc;
 
 use gapless_alloc::Buffer;
-use gapless_engine::graph::{DType, Graph, NodeId, Phase, Source, Spec, ValueId};
+use gapless_engine::graph::{DType, Graph, Node, NodeId, Phase, Source, Spec, ValueId};
+use gapless_engine::ops::Collective;
 use gapless_engine::recompute::block_of;
-use gapless_parallel::{Action, Kind, StageId};
+use gapless_parallel::{Action, Axes, Kind, StageId};
 
 use super::EagerError;
 use super::autograd::{Autograd, Checkpoint, Mode, Var};
@@ -47,7 +48,8 @@ pub struct Style {
 impl Style {
     /// Whether elementwise operations between products are fused.
     fn fuses(&self) -> bool {
-        self.megatron.is_some() || self.fsdp.is_some_and(|fsdp| fsdp.is_compiled)
+        self.megatron.is_some_and(|megatron| !megatron.has_unfused_layers)
+            || self.fsdp.is_some_and(|fsdp| fsdp.is_compiled)
     }
 
     /// Bytes per element of an optimizer state.
@@ -217,7 +219,7 @@ impl<'g> Run<'g> {
             let new = |count: u64, dtype: u64| self.autograd.tape.new_tensor(count, 1, dtype);
             self.persistent.push(new(elements, megatron.gradient));
             self.persistent.extend([(); 3].map(|()| new(share, F32)));
-            self.persistent.push(new(megatron.workspaces, 1));
+            self.persistent.extend(self.workspaces(megatron).map(|bytes| new(bytes, 1)));
             self.copies.extend((self.has_states && megatron.copies_gradients).then(|| new(share, F32)));
             self.has_states = true;
             return;
@@ -254,6 +256,18 @@ impl<'g> Run<'g> {
         self.units = Some(Rc::new(RefCell::new(units)));
     }
 
+    /// Returns the bytes of Megatron's buffers that live through the step: workspaces, and the buffer into which products
+    /// gather their tokens.
+    fn workspaces(&self, megatron: Megatron) -> [u64; 2] {
+        let gathers = |node: &&Node| {
+            megatron.has_gather_buffer
+                && matches!(Collective::of(node), Some(Collective::AllGather { axes: Axes::TENSOR, .. }))
+        };
+        let gathers = self.graph.nodes().iter().filter(gathers);
+        let elements = gathers.map(|node| self.graph.value(node.outputs[0]).spec.elements());
+        [megatron.workspaces, elements.max().unwrap_or(0) as u64 * self.style.parameter]
+    }
+
     fn trained_elements(&self) -> u64 {
         self.trained.iter().map(|var| var.data.elements).sum()
     }
@@ -264,7 +278,7 @@ impl<'g> Run<'g> {
         let experts = self.of_experts.values().flatten();
         let parameters = self.parameters.values().chain(experts).map(|var| bytes(&var.data)).sum::<u64>();
         let parameters = if self.units.is_some() { 0 } else { parameters };
-        let workspaces = self.style.megatron.map_or(0, |megatron| megatron.workspaces);
+        let workspaces = self.style.megatron.map_or(0, |megatron| self.workspaces(megatron).iter().sum());
         let others: u64 = self.persistent.iter().skip(self.tables).chain(&self.copies).map(bytes).sum();
         parameters + others - workspaces
     }
@@ -614,10 +628,11 @@ impl<'g> Run<'g> {
             "broadcast_as" if self.graph.value(node.inputs[0]).spec.dims().len() == 1 => x,
             // The sum is written over the summand.
             "all_reduce" => x,
-            "all_gather" => autograd.gather(&x, ranks),
+            "all_gather" => autograd.gather(&x, ranks, megatron.has_gather_buffer),
             "reduce_scatter" => autograd.reduce_scatter(&x, ranks),
             "linear_cross_entropy_statistics" => return Applied::Nothing,
             "scaled_sum" => autograd.sum(&x, 1, 1),
+            "rms_norm" | "swiglu" | "rope" if megatron.has_unfused_layers => return Applied::AsElsewhere,
             "rms_norm" => match value(1) {
                 Some(weight) => autograd.fused_rms_norm(&x, &weight),
                 None => return Applied::AsElsewhere,

@@ -32,6 +32,13 @@ pub struct Storage {
     index: Option<usize>,
 }
 
+impl Storage {
+    /// Whether memory was allocated.
+    pub fn has_memory(&self) -> bool {
+        self.index.is_some()
+    }
+}
+
 impl Drop for Storage {
     fn drop(&mut self) {
         if let Some(index) = self.index {

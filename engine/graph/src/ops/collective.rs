@@ -204,10 +204,12 @@ impl Op for Collective {
                 Err(format!("a sum takes one of {FLOATS:?}, not {:?}", first.dtype))
             }
             Self::AllReduce { .. } => Ok(vec![first.clone()]),
-            Self::ReduceScatter { ranks, .. } if first.elements().is_multiple_of(ranks) => Ok(vec![match first.dims() {
-                [of, part @ ..] if *of == ranks => first.in_shape(part),
-                _ => first.in_shape(first.elements() / ranks),
-            }]),
+            Self::ReduceScatter { ranks, .. } if first.elements().is_multiple_of(ranks) => {
+                Ok(vec![match first.dims() {
+                    [of, part @ ..] if *of == ranks => first.in_shape(part),
+                    _ => first.in_shape(first.elements() / ranks),
+                }])
+            }
             Self::AllGather { ranks, .. } => Ok(vec![first.in_shape([&[ranks], first.dims()].concat())]),
             Self::Refill { ranks, .. } if first.elements() == inputs[1].elements() * ranks => Ok(vec![first.clone()]),
             Self::AllToAll { ranks, .. } if first.elements().is_multiple_of(ranks) => Ok(vec![first.clone()]),
