@@ -128,6 +128,13 @@ impl Fields {
         self.left.insert(field.to_owned(), value);
     }
 
+    /// Sets an option that the file does not have.
+    pub fn default(&mut self, field: &str, value: Value) {
+        if !self.has(field) {
+            self.set(field, value);
+        }
+    }
+
     /// Renames an option of another name, if it is present.
     pub fn rename(&mut self, from: &str, to: &str) {
         if let Some(value) = self.take(from) {
