@@ -167,7 +167,7 @@ impl Block {
         let sparse = experts.filter(|moe| !moe.dense_layers.contains(&layer));
         let early = match experts {
             None => None,
-            Some(_) => Some(FeedForward::new(config, sparse, mlp.clone())?),
+            Some(_) => Some(FeedForward::new(config, sparse, mlp.clone(), &vb)?),
         };
         let [a, b, c, d] = norms;
         let norms = [norm(a)?, norm(b)?, norm(c)?, norm(d)?];
@@ -178,7 +178,7 @@ impl Block {
         Ok(Self {
             norms,
             self_attn,
-            feed_forward: early.map_or_else(|| FeedForward::new(config, sparse, mlp), Ok)?,
+            feed_forward: early.map_or_else(|| FeedForward::new(config, sparse, mlp, &vb), Ok)?,
             is_parallel: matches!(config.norms, Norms::Parallel | Norms::Shared),
             residual_scale: config.traits.residual_scale,
             layer: vb.prefix().to_owned(),
@@ -210,10 +210,10 @@ impl Block {
 }
 
 impl FeedForward {
-    fn new(config: &LlamaConfig, sparse: Option<&MoeConfig>, vb: VarBuilder) -> Result<Self> {
+    fn new(config: &LlamaConfig, sparse: Option<&MoeConfig>, vb: VarBuilder, block: &VarBuilder) -> Result<Self> {
         Ok(match sparse {
             None => Self::Dense(Box::new(Mlp::new(config, vb)?)),
-            Some(moe) => Self::Sparse(Box::new(Sparse::new(moe, vb)?)),
+            Some(moe) => Self::Sparse(Box::new(Sparse::new(moe, vb, block)?)),
         })
     }
 }

@@ -26,6 +26,12 @@ pub(super) fn granite(fields: &mut Fields, llama: LlamaConfig, family: &Family) 
     mixtral(fields, llama, family)
 }
 
+/// Reads the options of Granite MoE's experts with a shared one, which is not a part of the layer of experts.
+pub(super) fn granite_shared(fields: &mut Fields, llama: LlamaConfig, family: &Family) -> MoeConfig {
+    let shared_hidden = fields.count("shared_intermediate_size", Some(0), 0..=*SIZE.end());
+    MoeConfig { shared_hidden, shared_outside: true, ..mixtral(fields, llama, family) }
+}
+
 pub(super) fn olmoe(fields: &mut Fields, llama: LlamaConfig, _: &Family) -> MoeConfig {
     let experts = experts(fields, 64);
     let renormalise = fields.flag("norm_topk_prob", false);

@@ -501,6 +501,15 @@ pub(super) const FAMILIES: &[Family] = &[
         ..OLMO2
     },
     Family { name: "granitemoe", experts: Some(experts::granite), expert_names: GRANITE, ..GRANITE_DENSE },
+    Family {
+        name: "granitemoeshared",
+        biases: [ATTENTION_BIAS, ATTENTION_BIAS, Bias::Never],
+        fused_gate_up: true,
+        names: &[("shared_expert", "shared_mlp"), ("gate_up_proj", "input_linear"), ("down_proj", "output_linear")],
+        experts: Some(experts::granite_shared),
+        expert_names: GRANITE,
+        ..GRANITE_DENSE
+    },
     // DeepSeek-V2 (arXiv 2405.04434).
     Family {
         name: "deepseek_v2",
@@ -935,7 +944,56 @@ pub(super) const FAMILIES: &[Family] = &[
         finish: |_, config| config.traits.head_bias = true,
         ..LLAMA
     },
-    // GPT-J: the layers of GPT-NeoX's predecessor, under GPT-2's names.
+    // Falcon (arXiv 2311.16867) with one key-value head, or with as many as query heads.
+    Family {
+        name: "falcon",
+        eps: ("layer_norm_epsilon", 1e-5),
+        biases: [Bias::Option("bias", false); 3],
+        norm: NormKind::Layer,
+        ungated: true,
+        activation: GateActivation::GeluErf,
+        tied: true,
+        names: &[
+            ("model", "transformer"),
+            ("embed_tokens", "word_embeddings"),
+            ("layers", "h"),
+            ("norm", "ln_f"),
+            ("self_attn", "self_attention"),
+            ("qkv_proj", "query_key_value"),
+            ("o_proj", "dense"),
+            ("up_proj", "dense_h_to_4h"),
+            ("down_proj", "dense_4h_to_h"),
+        ],
+        prepare: prepare_falcon,
+        ..LLAMA
+    },
+    // Persimmon: GPT-NeoX with norms of queries and keys.
+    Family {
+        name: "persimmon",
+        positions: 16_384,
+        partial: Some(0.5),
+        eps: ("layer_norm_eps", 1e-5),
+        biases: [Bias::Always; 3],
+        norm: NormKind::Layer,
+        fused_qkv: FusedQkv::ByHead,
+        ungated: true,
+        activation: GateActivation::Relu2,
+        names: &[
+            ("norm", "final_layernorm"),
+            ("qkv_proj", "query_key_value"),
+            ("q_norm", "q_layernorm"),
+            ("k_norm", "k_layernorm"),
+            ("o_proj", "dense"),
+            ("up_proj", "dense_h_to_4h"),
+            ("down_proj", "dense_4h_to_h"),
+        ],
+        prepare: |fields, family| {
+            let normed = fields.flag("qk_layernorm", true);
+            family.qk_norm = if normed { QkNorm::Head } else { QkNorm::None };
+        },
+        ..LLAMA
+    },
+    // GPT-J, under GPT-2's names.
     Family {
         name: "gptj",
         partial: Some(1.0),
@@ -988,6 +1046,29 @@ fn window_pattern(fields: &mut Fields, default: usize) -> WindowedLayers {
         fields.ignore(&["sliding_window_pattern"]);
     }
     WindowedLayers::AllBut { every: fields.count("sliding_window_pattern", Some(default), 0..=4096) }
+}
+
+/// Reads the options of Falcon that decide about its table.
+fn prepare_falcon(fields: &mut Fields, family: &mut Family) {
+    for (own, name) in [
+        ("n_embed", "hidden_size"),
+        ("n_layer", "num_hidden_layers"),
+        ("n_head", "num_attention_heads"),
+        ("ffn_hidden_size", "intermediate_size"),
+        ("activation", "hidden_act"),
+    ] {
+        fields.rename(own, name);
+    }
+    let width = fields.peek("hidden_size").and_then(serde_json::Value::as_u64).unwrap_or(0);
+    fields.default("intermediate_size", (4 * width.min(1 << 20)).into());
+    let shares = fields.flag("multi_query", true);
+    (family.fused_qkv, family.kv_heads) = if shares { (FusedQkv::Stacked, Some(1)) } else { (FusedQkv::ByHead, None) };
+    family.norms = if fields.flag("parallel_attn", true) { Norms::Shared } else { Norms::Before };
+    // The number of key-value heads has no effect, because `multi_query` decides.
+    fields.ignore(&["num_kv_heads"]);
+    let off =
+        ["alibi", "new_decoder_architecture", "apply_residual_connection_post_layernorm", "num_ln_in_parallel_attn"];
+    fields.require_off(&off);
 }
 
 /// Reads the options of GPT-J under the names of Llama's.
