@@ -1086,10 +1086,11 @@ fn prepare_gptj(fields: &mut Fields, _: &mut Family) {
     let number = |name: &str| fields.peek(name).and_then(serde_json::Value::as_u64);
     let (width, heads) = (number("hidden_size").unwrap_or(0), number("num_attention_heads").unwrap_or(1).max(1));
     fields.default("intermediate_size", (4 * width.min(1 << 20)).into());
+    // The base is not an option, and frequencies are not scaled.
+    fields.ignore(&["rope_theta", "rotary"]);
+    fields.require_off(&["rope_parameters", "rope_scaling", "partial_rotary_factor", "num_key_value_heads"]);
     let rotated = fields.count("rotary_dim", Some(64), 1..=1 << 16) as f64;
     fields.default("partial_rotary_factor", (rotated * heads as f64 / width.max(1) as f64).into());
-    // The base is not an option.
-    fields.ignore(&["rope_theta", "rotary"]);
     fields.require("scale_attn_weights", true);
 }
 
