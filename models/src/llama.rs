@@ -58,7 +58,7 @@ pub struct LlamaConfig {
     pub padding: Option<u32>,
     /// The activation function of the gate in the feed-forward layer.
     pub activation: GateActivation,
-    /// Whether the norms multiply by 1 + weight (Gemma).
+    /// Whether the norms multiply by 1 + weight (Gemma, Nemotron).
     pub offset_norms: bool,
     /// Whether the embedding is multiplied by the square root of the width (Gemma).
     pub scaled_embedding: bool,
@@ -211,11 +211,17 @@ impl LlamaConfig {
         };
         let block = self.attention_parameters() + self.mlp_parameters() + norms * self.norm_parameters(self.width);
         let tables = if self.tied { 1 } else { 2 };
-        (tables * self.vocabulary * self.width + self.layers * block + self.norm_parameters(self.width)) as u64
+        let head_bias = if self.traits.head_bias { self.vocabulary } else { 0 };
+        (tables * self.vocabulary * self.width + head_bias + self.layers * block + self.norm_parameters(self.width))
+            as u64
     }
 
     fn norm_parameters(&self, width: usize) -> usize {
-        if self.traits.norm == NormKind::Layer { 2 * width } else { width }
+        match self.traits.norm {
+            NormKind::Layer => 2 * width,
+            NormKind::Rms | NormKind::LayerNoBias => width,
+            NormKind::LayerNoWeight | NormKind::RmsNoWeight => 0,
+        }
     }
 
     /// Returns the number of parameters of one layer's attention.
@@ -230,7 +236,8 @@ impl LlamaConfig {
             QkNorm::OwnLayer => q + kv,
         };
         let biases = usize::from(self.qkv_bias) * (q + 2 * kv) + usize::from(self.output_bias) * width;
-        attention + qk_norms + biases + if self.traits.sinks { self.heads } else { 0 }
+        let gate = if self.traits.gated_attention { width * q } else { 0 };
+        attention + gate + qk_norms + biases + if self.traits.sinks { self.heads } else { 0 }
     }
 
     /// Returns the number of parameters of one feed-forward layer.

@@ -25,6 +25,10 @@ pub struct MoeConfig {
     pub shared_hidden: usize,
     /// Whether the output of the shared expert is multiplied by a sigmoid gate (Qwen2-MoE).
     pub shared_gate: bool,
+    /// True if the shared expert is not a part of the layer of experts, but of the block (Granite).
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    #[schemars(extend("default" = false))]
+    pub shared_outside: bool,
     /// The activation of experts with biases (gpt-oss). If it is missing, experts are SwiGLU layers without biases.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub limited: Option<LimitedActivation>,
@@ -49,6 +53,7 @@ impl Default for MoeConfig {
             expert_hidden: 14_336,
             shared_hidden: 0,
             shared_gate: false,
+            shared_outside: false,
             limited: None,
             scales_inputs: false,
             dense_layers: Vec::new(),

@@ -40,6 +40,15 @@ pub struct Traits {
     pub qkv_clip: Option<f64>,
     /// True if each head has a sink: a trained score that takes part in the softmax but has no value (gpt-oss).
     pub sinks: bool,
+    /// True if the output of the attention is multiplied by the sigmoid of a projection of its input (Qiu et al., arXiv
+    /// 2505.06708).
+    pub gated_attention: bool,
+    /// True if the rotation turns by negative angles (nanochat).
+    pub backwards: bool,
+    /// True if the head has a bias (Phi, ERNIE 4.5 with experts).
+    pub head_bias: bool,
+    /// True if the embedding is normalized, by a norm without a weight (nanochat).
+    pub normed_embedding: bool,
     /// The factor of the embedding, besides that of `scaled_embedding` (Granite).
     pub embedding_scale: f64,
     /// The factor of the output of each attention and each feed-forward layer (Granite).
@@ -68,6 +77,7 @@ const SIBLINGS: [&[&str]; 5] = [
         "v_proj",
         "qkv_proj",
         "o_proj",
+        "gate_proj",
         "q_norm",
         "k_norm",
         "q_a_proj",
@@ -101,6 +111,10 @@ pub enum NormKind {
     Layer,
     /// Layer norm without a bias (Cohere).
     LayerNoBias,
+    /// Layer norm without a bias and without a weight (OLMo).
+    LayerNoWeight,
+    /// Root-mean-square norm without a weight (nanochat).
+    RmsNoWeight,
 }
 
 /// The layout of queries, keys and values in the output of a linear layer.
@@ -177,6 +191,10 @@ impl Default for Traits {
             chunked: false,
             qkv_clip: None,
             sinks: false,
+            gated_attention: false,
+            backwards: false,
+            head_bias: false,
+            normed_embedding: false,
             embedding_scale: 1.0,
             residual_scale: 1.0,
             logit_scale: 1.0,
@@ -193,12 +211,15 @@ impl Traits {
 
     /// True if there is a trait of attention.
     pub(crate) fn has_attention(&self) -> bool {
-        let Self { norm, fused_gate_up, ungated, embedding_scale, residual_scale, logit_scale, ref names, .. } = *self;
+        let Self { norm, fused_gate_up, ungated, head_bias, normed_embedding, .. } = *self;
+        let Self { embedding_scale, residual_scale, logit_scale, ref names, .. } = *self;
         let names = names.clone();
         let others = Self {
             norm,
             fused_gate_up,
             ungated,
+            head_bias,
+            normed_embedding,
             embedding_scale,
             residual_scale,
             logit_scale,

@@ -169,6 +169,13 @@ fn options_of_published_files_are_read() {
         ("llama4_text", json!({ "layer_types": ["sliding_attention", "full_attention"] }), "chunked_attention"),
         ("llama4_text", json!({ "attention_chunk_size": 0 }), "attention_chunk_size"),
         ("llama4_text", json!({ "moe_layers": "all" }), "moe_layers"),
+        ("gptj", json!({ "rope_scaling": { "type": "linear", "factor": 2.0 } }), "rope_scaling"),
+        ("falcon", json!({ "alibi": true }), "alibi"),
+        ("falcon", json!({ "new_decoder_architecture": true }), "new_decoder_architecture"),
+        ("internlm3", json!({ "qkv_bias": true, "bias": false }), "the value of qkv_bias"),
+        ("mellum", json!({ "rope_scaling": { "type": "linear", "factor": 2.0 } }), "rope_scaling"),
+        ("solar_open", json!({ "first_k_dense_replace": 1 }), "first_k_dense_replace"),
+        ("afmoe", json!({ "n_group": 2 }), "n_group"),
     ] {
         let error = read(&with(family, &options)).unwrap_err();
         assert!(error.contains(part), "{family}: {error}");

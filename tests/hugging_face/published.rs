@@ -202,6 +202,35 @@ fn windows_are_those_of_transformers() {
     }
 }
 
+/// Granite 4.0 without state-space layers has the options of those layers. Python writes the greatest of their steps as
+/// Infinity, which is not JSON. A text is not changed.
+#[test]
+fn options_of_state_spaces_are_read_where_there_are_none() {
+    let published = |family, experts: usize, kind: &str| {
+        let options = json!({
+            "layer_types": [kind, kind], "num_local_experts": experts, "shared_intermediate_size": 12,
+            "position_embedding_type": "rope", "attention_multiplier": 0.5, "mamba_d_conv": 4, "mamba_d_head": "auto",
+            "normalization_function": "rmsnorm", "name_or_path": "a \\ \"NaN Infinity",
+        });
+        let text = with(family, &options).to_string();
+        let text = text.replacen('{', "{\"time_step_limit\": [0.0, Infinity], \"time_step_min\": -Infinity, ", 1);
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::write(folder.path().join("config.json"), text).unwrap();
+        Config::read(folder.path()).map_err(|error| error.to_string())
+    };
+    let granite = published("granitemoehybrid", 0, "attention").unwrap();
+    let Architecture::Llama(llama) = granite.architecture() else { panic!("it has no experts") };
+    assert!(llama.hidden == 12 && llama.traits.fused_gate_up && llama.traits.unrotated_layers.is_empty());
+    for (family, experts, kind, part) in [
+        ("granitemoehybrid", 0, "mamba", "state-space layers are not supported"),
+        ("granitemoehybrid", 4, "attention", "num_local_experts is 4"),
+        ("nemotron_h", 0, "attention", "state-space layers"),
+    ] {
+        let error = published(family, experts, kind).unwrap_err();
+        assert!(error.contains(part), "{error}");
+    }
+}
+
 /// Reads the published files next to the repository, if they exist.
 #[test]
 fn published_files_are_read() {

@@ -16,6 +16,8 @@ pub(crate) struct Attention {
     /// The layers of queries, keys and values, or the one that computes all three.
     qkv: Vec<Linear>,
     o_proj: Linear,
+    /// The layer of the gate of the output, if there is one.
+    gate: Option<Linear>,
     /// The norms of queries and of keys, if they are normalized.
     norms: Option<[Norm; 2]>,
     /// The sinks `[heads]`, if there are any.
@@ -49,6 +51,7 @@ impl Attention {
             }
         };
         let o_proj = linear_b(q, width, output_bias, vb.pp("o_proj"))?;
+        let gate = config.traits.gated_attention.then(|| linear_b(width, q, false, vb.pp("gate_proj"))).transpose()?;
         let [q, kv] = if config.qk_norm == QkNorm::Width { [q, kv] } else { [head_size; 2] };
         let is_rotated = !config.traits.unrotated_layers.contains(&layer);
         let norms = match config.qk_norm {
@@ -67,6 +70,7 @@ impl Attention {
         Ok(Self {
             qkv,
             o_proj,
+            gate,
             norms,
             sinks,
             window: config.sliding_window.filter(|_| !config.full_layers.contains(&layer)),
@@ -122,7 +126,11 @@ impl Attention {
             None => q_bhtd.attend(&k_bhtd, &v_bhtd, how)?,
             Some(sinks) => q_bhtd.attend_with_sinks(&k_bhtd, &v_bhtd, sinks, how)?,
         };
-        self.o_proj.forward(&y_bhtd.transpose(1, 2)?.reshape((b, t, heads * self.head_size))?)
+        let y = y_bhtd.transpose(1, 2)?.reshape((b, t, heads * self.head_size))?;
+        self.o_proj.forward(&match &self.gate {
+            None => y,
+            Some(gate) => y.mul(&gate.forward(x)?.sigmoid()?)?,
+        })
     }
 
     /// Returns the queries (`part` 0), keys (1) or values (2) of all heads: [batch, tokens, heads × head size]. `fused` is
@@ -154,6 +162,16 @@ impl Attention {
     }
 
     fn rotated_whole(&self, x: &Tensor, tables: &Tables) -> Result<Tensor> {
+        if self.config.traits.backwards {
+            // With its halves exchanged, x is turned by the negative angles. Scores do not depend on the order of elements.
+            let half = x.dim(3)? / 2;
+            let exchanged = Tensor::cat(&[&x.narrow(3, half, half)?, &x.narrow(3, 0, half)?], 3)?;
+            return self.rotated_forwards(&exchanged, tables);
+        }
+        self.rotated_forwards(x, tables)
+    }
+
+    fn rotated_forwards(&self, x: &Tensor, tables: &Tables) -> Result<Tensor> {
         let neighbours = self.config.traits.neighbours;
         let (theta, scaling) = match (self.window.and(self.config.window_rope_theta), &tables.rotation) {
             (None, Some(rotation)) => return rotated_by(x, rotation, neighbours),

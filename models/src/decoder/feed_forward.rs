@@ -110,7 +110,8 @@ pub(crate) struct Sparse {
 }
 
 impl Sparse {
-    pub(crate) fn new(config: &MoeConfig, vb: VarBuilder) -> Result<Self> {
+    /// Declares the parameters of the layer under the path of `vb`. A shared expert may be under that of its `block`.
+    pub(crate) fn new(config: &MoeConfig, vb: VarBuilder, block: &VarBuilder) -> Result<Self> {
         let width = config.llama.width;
         let shared = match config.shared_hidden {
             0 => None,
@@ -118,7 +119,8 @@ impl Sparse {
                 let of_shared = LlamaConfig { hidden, ..config.llama.clone() };
                 // DeepSeek's checkpoints, the only ones with latent attention, have the name in the plural.
                 let name = if config.latent.is_some() { "shared_experts" } else { "shared_expert" };
-                Some(Mlp::new(&of_shared, vb.pp(name))?)
+                let parent = if config.shared_outside { block } else { &vb };
+                Some(Mlp::new(&of_shared, parent.pp(name))?)
             }
         };
         let shared_gate =

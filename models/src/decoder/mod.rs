@@ -6,7 +6,7 @@ mod feed_forward;
 mod norm;
 mod tables;
 
-use gapless_engine::nn::{Embedding, Linear, Module, VarBuilder, embedding, linear_no_bias};
+use gapless_engine::nn::{Embedding, Init, Linear, Module, VarBuilder, embedding, linear_b};
 use gapless_engine::{Error, Model, Result, Tensor};
 
 use self::attention::Attention;
@@ -43,6 +43,8 @@ impl<'a> From<&'a MoeConfig> for Settings<'a> {
 #[derive(Debug, Clone)]
 pub struct Decoder {
     embed_tokens: Embedding,
+    /// The norm of the embedding, if it is normalized.
+    embedding_norm: Option<Norm>,
     blocks: Vec<Block>,
     norm: Norm,
     lm_head: Linear,
@@ -76,11 +78,17 @@ impl Decoder {
         let norm = Norm::new(config, config.width, model.pp("norm"))?;
         let head = vb.pp("lm_head");
         let lm_head = match config.tied {
-            true => Linear::new(embed_tokens.embeddings().clone(), None, head.prefix()),
-            false => linear_no_bias(config.width, config.vocabulary, head.unquantized())?,
+            true => {
+                let bias =
+                    config.traits.head_bias.then(|| head.get_with_hints(config.vocabulary, "bias", Init::Const(0.0)));
+                Linear::new(embed_tokens.embeddings().clone(), bias.transpose()?, head.prefix())
+            }
+            false => linear_b(config.width, config.vocabulary, config.traits.head_bias, head.unquantized())?,
         };
+        let embedding_norm =
+            config.traits.normed_embedding.then(|| Norm::no_weight(config, config.width, &model)).transpose()?;
         let embed_tokens = embed_tokens.with_padding(config.padding);
-        Ok(Self { embed_tokens, blocks, norm, lm_head, config: config.clone() })
+        Ok(Self { embed_tokens, embedding_norm, blocks, norm, lm_head, config: config.clone() })
     }
 
     /// Returns the hidden states that the head turns into logits, [batch, tokens, width], and the terms that routers add
@@ -91,6 +99,9 @@ impl Decoder {
         if config.scaled_embedding || config.traits.embedding_scale != 1.0 {
             let width = if config.scaled_embedding { (config.width as f64).sqrt() } else { 1.0 };
             x = x.affine(width * config.traits.embedding_scale, 0.0)?;
+        }
+        if let Some(norm) = &self.embedding_norm {
+            x = norm.forward(&x)?;
         }
         let tables = Tables::new(config, config.rotated_size(), tokens, &x)?;
         let mut losses: Option<Tensor> = None;
@@ -156,7 +167,7 @@ impl Block {
         let sparse = experts.filter(|moe| !moe.dense_layers.contains(&layer));
         let early = match experts {
             None => None,
-            Some(_) => Some(FeedForward::new(config, sparse, mlp.clone())?),
+            Some(_) => Some(FeedForward::new(config, sparse, mlp.clone(), &vb)?),
         };
         let [a, b, c, d] = norms;
         let norms = [norm(a)?, norm(b)?, norm(c)?, norm(d)?];
@@ -167,7 +178,7 @@ impl Block {
         Ok(Self {
             norms,
             self_attn,
-            feed_forward: early.map_or_else(|| FeedForward::new(config, sparse, mlp), Ok)?,
+            feed_forward: early.map_or_else(|| FeedForward::new(config, sparse, mlp, &vb), Ok)?,
             is_parallel: matches!(config.norms, Norms::Parallel | Norms::Shared),
             residual_scale: config.traits.residual_scale,
             layer: vb.prefix().to_owned(),
@@ -199,10 +210,10 @@ impl Block {
 }
 
 impl FeedForward {
-    fn new(config: &LlamaConfig, sparse: Option<&MoeConfig>, vb: VarBuilder) -> Result<Self> {
+    fn new(config: &LlamaConfig, sparse: Option<&MoeConfig>, vb: VarBuilder, block: &VarBuilder) -> Result<Self> {
         Ok(match sparse {
             None => Self::Dense(Box::new(Mlp::new(config, vb)?)),
-            Some(moe) => Self::Sparse(Box::new(Sparse::new(moe, vb)?)),
+            Some(moe) => Self::Sparse(Box::new(Sparse::new(moe, vb, block)?)),
         })
     }
 }

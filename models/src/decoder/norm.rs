@@ -14,6 +14,12 @@ use crate::traits::NormKind;
 pub(crate) enum Norm {
     Rms(RmsNorm),
     Layer(LayerNorm),
+    /// Layer norm that multiplies by 1 + weight.
+    OffsetLayer {
+        weight: Tensor,
+        bias: Tensor,
+        eps: f64,
+    },
     /// Layer norms of [batch, tokens, heads, head size], of which each head has its own weight.
     OfHeads {
         plain: LayerNorm,
@@ -28,8 +34,14 @@ impl Norm {
         Ok(match config.traits.norm {
             NormKind::Rms if config.offset_norms => Self::Rms(rms_norm_offset(width, eps, vb)?),
             NormKind::Rms => Self::Rms(rms_norm(width, eps, vb)?),
+            NormKind::Layer if config.offset_norms => {
+                let parameter = |name: &str| vb.get_with_hints(width, name, Init::Const(0.0));
+                Self::OffsetLayer { weight: parameter("weight")?, bias: parameter("bias")?, eps }
+            }
             NormKind::Layer => Self::Layer(layer_norm(width, eps, vb)?),
             NormKind::LayerNoBias => Self::Layer(layer_norm_no_bias(width, eps, vb)?),
+            NormKind::LayerNoWeight => Self::Layer(plain_layer(config, width, &vb)?),
+            NormKind::RmsNoWeight => Self::no_weight(config, width, &vb)?,
         })
     }
 
@@ -43,10 +55,14 @@ impl Norm {
     pub(crate) fn of_heads(config: &LlamaConfig, heads: usize, head_size: usize, vb: VarBuilder) -> Result<Self> {
         let weight = vb.get_with_hints((heads, head_size), "weight", Init::Const(1.0))?;
         lock(vb.device()).mark_vectors(weight.id());
-        let (dtype, device) = (vb.dtype(), vb.device());
-        let (ones, zeros) = (Tensor::ones(head_size, dtype, device)?, Tensor::zeros(head_size, dtype, device)?);
-        Ok(Self::OfHeads { plain: LayerNorm::new(ones, zeros, config.rms_norm_eps), weight })
+        Ok(Self::OfHeads { plain: plain_layer(config, head_size, &vb)?, weight })
     }
+}
+
+/// Returns a layer norm without parameters.
+fn plain_layer(config: &LlamaConfig, width: usize, vb: &VarBuilder) -> Result<LayerNorm> {
+    let (ones, zeros) = (Tensor::ones(width, vb.dtype(), vb.device())?, Tensor::zeros(width, vb.dtype(), vb.device())?);
+    Ok(LayerNorm::new(ones, zeros, config.rms_norm_eps))
 }
 
 impl Module for Norm {
@@ -54,6 +70,7 @@ impl Module for Norm {
         match self {
             Self::Rms(norm) => norm.forward(x),
             Self::Layer(norm) => norm.forward(x),
+            Self::OffsetLayer { weight, bias, eps } => x.layer_norm(&weight.affine(1.0, 1.0)?, bias, *eps),
             Self::OfHeads { plain, weight } => plain.forward(x)?.broadcast_mul(weight),
         }
     }

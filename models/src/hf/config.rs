@@ -10,13 +10,13 @@ use gapless_engine::{DType, Model, Tensor};
 use serde_json::{Map, Value};
 
 use super::error::{ConfigProblem, HfError, Result};
-use super::families::{FAMILIES, REFUSED};
+use super::families::FAMILIES;
 use super::fields::{Fields, read_object};
 use super::layout::{ExpertNames, NUMBERED};
 use super::multimodal::TextPart;
 use super::quantized::{self, Quantization};
 use super::tensors::Dtype;
-use super::{HEAD, experts, gpt2, known};
+use super::{HEAD, experts, gpt2, known, refused};
 use crate::limits::MAX_ELEMENTS;
 use crate::{Decoder, FusedQkv, Gpt, GptConfig, LlamaConfig, MoeConfig};
 
@@ -29,6 +29,8 @@ pub struct Config {
     /// Layers that the files may contain but that are not part of the model.
     unread_layers: Range<usize>,
     expert_names: ExpertNames,
+    /// The parts of names that differ in files.
+    file_names: &'static [(&'static str, &'static str)],
     /// The part that is read of a multimodal model.
     text_part: Option<TextPart>,
     positions: Option<usize>,
@@ -156,13 +158,15 @@ impl Config {
                 expected: format!("below {MAX_ELEMENTS}"),
             }]));
         }
-        let expert_names = table.map_or(NUMBERED, |table| table.expert_names);
+        let (expert_names, file_names) =
+            table.map_or((NUMBERED, &[][..]), |table| (table.expert_names, table.file_names));
         Ok(Self {
             path,
             architecture,
             parameters,
             unread_layers,
             expert_names,
+            file_names,
             text_part,
             positions,
             quantization,
@@ -266,7 +270,7 @@ impl Config {
     pub(super) fn stored(&self, name: String) -> String {
         match &self.text_part {
             Some(part) => part.stored(&name),
-            None => name,
+            None => self.file_names.iter().fold(name, |name, (own, file)| name.replace(own, file)),
         }
     }
 
@@ -274,7 +278,7 @@ impl Config {
     pub fn notices(&self) -> Vec<String> {
         let notice = |layer| {
             format!(
-                "{}: model.layers.{layer} is left out, as transformers does: it predicts further tokens \
+                "{}: model.layers.{layer} (or mtp) is left out, as transformers does: it predicts further tokens \
                  (num_nextn_predict_layers)",
                 self.path.display()
             )
@@ -291,7 +295,9 @@ impl Config {
     /// True if a stored tensor belongs to a layer that is not part of the model.
     pub(super) fn is_unread(&self, stored: &str) -> bool {
         let layer = stored.strip_prefix("model.layers.").and_then(|rest| rest.split_once('.'));
+        let of_mtp = |part: &str| part == "mtp" || part.starts_with("mtp_");
         layer.and_then(|(layer, _)| layer.parse().ok()).is_some_and(|layer| self.unread_layers.contains(&layer))
+            || (!self.unread_layers.is_empty() && stored.split('.').any(of_mtp))
     }
 
     /// True if linear layers are stored transposed, as in GPT-2.
@@ -325,7 +331,7 @@ impl Config {
 /// Returns the problem of a `model_type` that is missing or not one of the families.
 fn no_family(found: Option<String>, field: String) -> ConfigProblem {
     let Some(found) = found else { return ConfigProblem::Missing { field } };
-    if let Some((_, missing)) = REFUSED.iter().find(|(name, _)| *name == found) {
+    if let Some(missing) = refused::missing_part(&found) {
         return ConfigProblem::Family { found, missing };
     }
     let mut names: Vec<&str> = FAMILIES.iter().map(|family| family.name).chain(["gpt2"]).collect();

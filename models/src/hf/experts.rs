@@ -6,8 +6,9 @@ use gapless_engine::nn::{LimitedActivation, RouterConfig, Score};
 use gapless_engine::ops::ExpertGroups;
 use serde_json::Value;
 
-use super::family::{Family, SIZE};
+use super::family::{Family, SIZE, Unrotated};
 use super::fields::Fields;
+use super::window::FULL;
 use crate::{LatentConfig, LlamaConfig, MoeConfig};
 
 /// The greatest number of experts in a layer.
@@ -25,11 +26,25 @@ pub(super) fn granite(fields: &mut Fields, llama: LlamaConfig, family: &Family) 
     mixtral(fields, llama, family)
 }
 
+/// Reads the options of Granite MoE's experts with a shared one, which is not a part of the layer of experts.
+pub(super) fn granite_shared(fields: &mut Fields, llama: LlamaConfig, family: &Family) -> MoeConfig {
+    let shared_hidden = fields.count("shared_intermediate_size", Some(0), 0..=*SIZE.end());
+    MoeConfig { shared_hidden, shared_outside: true, ..mixtral(fields, llama, family) }
+}
+
 pub(super) fn olmoe(fields: &mut Fields, llama: LlamaConfig, _: &Family) -> MoeConfig {
     let experts = experts(fields, 64);
     let renormalise = fields.flag("norm_topk_prob", false);
     let router = router(fields, experts, Some(8), renormalise);
     MoeConfig { expert_hidden: llama.hidden, llama, router, ..MoeConfig::default() }
+}
+
+pub(super) fn flex_olmo(fields: &mut Fields, llama: LlamaConfig, family: &Family) -> MoeConfig {
+    if fields.peek("num_local_experts").is_none() {
+        fields.default("num_experts", 7.into());
+    }
+    fields.default("num_experts_per_tok", 5.into());
+    olmoe(fields, llama, family)
 }
 
 pub(super) fn qwen2(fields: &mut Fields, llama: LlamaConfig, _: &Family) -> MoeConfig {
@@ -153,7 +168,22 @@ fn layers(fields: &mut Fields, option: &str) -> Option<Vec<usize>> {
     numbers
 }
 
+/// Returns the layers that are `dense` in `mlp_layer_types`. Returns `None` if the option is missing or null.
+fn dense_types(fields: &mut Fields, layers: usize) -> Option<Vec<usize>> {
+    let types = fields.take("mlp_layer_types")?;
+    let is_dense = |kind: &Value| ["dense", "sparse"].iter().position(|known| kind == known).map(|at| at == 0);
+    let found: Option<Vec<bool>> = types.as_array().and_then(|all| all.iter().map(is_dense).collect());
+    match found.filter(|all| all.len() == layers) {
+        Some(dense) => Some((0..layers).filter(|&layer| dense[layer]).collect()),
+        None => {
+            fields.wrong("mlp_layer_types", &types, &format!("dense or sparse for each of {layers} layers"));
+            None
+        }
+    }
+}
+
 /// The defaults of DeepSeek's options of experts. `None` means that the option is required.
+#[derive(Clone, Copy)]
 struct DeepSeek {
     experts: Option<usize>,
     top_k: Option<usize>,
@@ -206,10 +236,197 @@ fn deepseek(fields: &mut Fields, llama: LlamaConfig, defaults: &DeepSeek, renorm
     }
 }
 
+const GLM4: DeepSeek = DeepSeek {
+    experts: Some(128),
+    top_k: Some(8),
+    hidden: 1408,
+    shared: Some(1),
+    dense: 1,
+    renormalise: true,
+    scale: 1.0,
+    groups: (1, 1),
+};
+
 pub(super) fn glm4(fields: &mut Fields, llama: LlamaConfig, _: &Family) -> MoeConfig {
-    let (experts, top_k, shared, groups) = (Some(128), Some(8), Some(1), (1, 1));
-    let defaults = DeepSeek { experts, top_k, hidden: 1408, shared, dense: 1, renormalise: true, scale: 1.0, groups };
-    sigmoid_experts(fields, llama, &defaults)
+    sigmoid_experts(fields, llama, &GLM4)
+}
+
+/// Reads the options of Solar Open's experts, which all layers have.
+pub(super) fn solar(fields: &mut Fields, llama: LlamaConfig, _: &Family) -> MoeConfig {
+    fields.require("first_k_dense_replace", 0);
+    sigmoid_experts(fields, llama, &DeepSeek { hidden: 1280, dense: 0, ..GLM4 })
+}
+
+/// Reads the options of GLM-4.7-Flash, which has DeepSeek-V3's attention, and layers without experts by type.
+pub(super) fn glm4_lite(fields: &mut Fields, llama: LlamaConfig, family: &Family) -> MoeConfig {
+    let sizes = LatentConfig { query_rank: Some(768), plain_size: 192, value_size: 256, ..LatentConfig::default() };
+    let latent = latent(fields, &sizes);
+    let llama = latent_llama(fields, llama, &latent, family);
+    let typed = dense_types(fields, llama.layers);
+    // transformers does not read this option.
+    fields.require("first_k_dense_replace", typed.as_ref().map_or(1, Vec::len));
+    let defaults = DeepSeek { experts: Some(64), top_k: Some(4), hidden: 1536, scale: 1.8, ..GLM4 };
+    let moe = sigmoid_experts(fields, llama, &defaults);
+    MoeConfig { latent: Some(latent), dense_layers: typed.unwrap_or(moe.dense_layers), ..moe }
+}
+
+/// Reads the options of K-EXAONE's experts.
+pub(super) fn exaone(fields: &mut Fields, llama: LlamaConfig, _: &Family) -> MoeConfig {
+    fields.rename("num_experts", "n_routed_experts");
+    fields.rename("num_shared_experts", "n_shared_experts");
+    let typed = dense_types(fields, llama.layers);
+    let defaults = DeepSeek { experts: Some(64), hidden: 1024, scale: 2.5, ..GLM4 };
+    let moe = sigmoid_experts(fields, llama, &defaults);
+    MoeConfig { dense_layers: typed.unwrap_or(moe.dense_layers), ..moe }
+}
+
+/// Reads the options of Hunyuan 3's experts, which have no groups.
+pub(super) fn hunyuan_v3(fields: &mut Fields, llama: LlamaConfig, _: &Family) -> MoeConfig {
+    fields.rename("num_experts", "n_routed_experts");
+    fields.rename("num_shared_experts", "n_shared_experts");
+    fields.rename("router_scaling_factor", "routed_scaling_factor");
+    ["n_group", "topk_group"].iter().for_each(|name| fields.require(name, 1));
+    fields.require("norm_topk_prob", true);
+    // The type in which the outputs of experts are added.
+    fields.ignore(&["enable_moe_fp32_combine"]);
+    let typed = dense_types(fields, llama.layers);
+    fields.require("first_k_dense_replace", typed.as_ref().map_or(1, Vec::len));
+    let defaults = DeepSeek { experts: Some(192), hidden: 1536, scale: 2.826, ..GLM4 };
+    let moe = sigmoid_experts(fields, llama, &defaults);
+    MoeConfig { dense_layers: typed.unwrap_or(moe.dense_layers), ..moe }
+}
+
+/// Reads the options of Arcee Trinity's experts.
+pub(super) fn afmoe(fields: &mut Fields, llama: LlamaConfig, _: &Family) -> MoeConfig {
+    fields.rename("num_experts", "n_routed_experts");
+    fields.rename("num_shared_experts", "n_shared_experts");
+    fields.rename("num_dense_layers", "first_k_dense_replace");
+    fields.rename("route_scale", "routed_scaling_factor");
+    // Options of the program that trained the models. Of each, only the value of the family is supported.
+    fields.require("score_func", "sigmoid");
+    ["route_norm", "norm_topk_prob"].iter().for_each(|name| fields.require(name, true));
+    let groups = ["n_group", "topk_group", "num_expert_groups", "num_limited_groups"];
+    groups.iter().for_each(|name| fields.require(name, 1));
+    fields.ignore(&["load_balance_coeff", "use_grouped_mm"]);
+    sigmoid_experts(fields, llama, &DeepSeek { experts: Some(64), top_k: Some(6), shared: Some(2), ..GLM4 })
+}
+
+/// Reads the options of ERNIE 4.5's experts, which a fixed bias chooses by their softmax scores.
+pub(super) fn ernie(fields: &mut Fields, llama: LlamaConfig, _: &Family) -> MoeConfig {
+    fields.rename("moe_k", "num_experts_per_tok");
+    let experts = fields.count("moe_num_experts", Some(64), 1..=EXPERTS);
+    let expert_hidden = fields.count("moe_intermediate_size", Some(1536), SIZE);
+    let shared = fields.count("moe_num_shared_experts", Some(2), 0..=EXPERTS);
+    let first = fields.count("moe_layer_start_index", Some(1), 0..=4096);
+    let last = match fields.peek("moe_layer_end_index").and_then(Value::as_i64) {
+        Some(-1) => {
+            fields.ignore(&["moe_layer_end_index"]);
+            llama.layers
+        }
+        _ => fields.count("moe_layer_end_index", Some(llama.layers), 0..=4096),
+    };
+    let every = fields.count("moe_layer_interval", Some(1), 1..=4096);
+    let is_sparse = |layer: &usize| (first..=last).contains(layer) && (layer + 1).is_multiple_of(every);
+    // The sum of a token's weights is greater than this bound: softmax scores are not 0.
+    fields.require("moe_norm_min", 1e-12);
+    fields.require("moe_gate", "topk");
+    fields.require("moe_use_aux_free", true);
+    fields.ignore(&["moe_capacity"]);
+    MoeConfig {
+        dense_layers: (0..llama.layers).filter(|layer| !is_sparse(layer)).collect(),
+        expert_hidden,
+        shared_hidden: shared * expert_hidden,
+        router: RouterConfig { fixed_bias: true, ..router(fields, experts, Some(6), true) },
+        llama,
+        ..MoeConfig::default()
+    }
+}
+
+/// Reads the options of Hunyuan's experts. Options that a file has for each layer must be equal.
+pub(super) fn hunyuan(fields: &mut Fields, llama: LlamaConfig, _: &Family) -> MoeConfig {
+    for option in ["moe_topk", "num_experts"] {
+        let listed = fields.peek(option).and_then(Value::as_array).cloned();
+        if let Some(first) =
+            listed.as_ref().and_then(|all| all.first().filter(|first| all.iter().all(|it| it == *first)))
+        {
+            fields.set(option, first.clone());
+        }
+    }
+    fields.rename("moe_topk", "num_experts_per_tok");
+    let experts = experts(fields, 1);
+    let router = router(fields, experts, Some(1), true);
+    MoeConfig { expert_hidden: llama.hidden, shared_hidden: llama.hidden, llama, router, ..MoeConfig::default() }
+}
+
+pub(super) fn mellum(fields: &mut Fields, llama: LlamaConfig, _: &Family) -> MoeConfig {
+    let renormalise = fields.flag("norm_topk_prob", true);
+    let experts = experts(fields, 64);
+    MoeConfig {
+        expert_hidden: fields.count("moe_intermediate_size", Some(896), SIZE),
+        dense_layers: dense_types(fields, llama.layers).unwrap_or_default(),
+        router: router(fields, experts, Some(8), renormalise),
+        llama,
+        ..MoeConfig::default()
+    }
+}
+
+/// Reads the options of latent attention in a model without experts.
+fn latent_only(fields: &mut Fields, llama: LlamaConfig, family: &Family, sizes: &LatentConfig) -> MoeConfig {
+    let latent = latent(fields, sizes);
+    let llama = latent_llama(fields, llama, &latent, family);
+    let router = RouterConfig { balance_loss: 0.0, ..RouterConfig::default() };
+    let dense_layers = (0..llama.layers).collect();
+    MoeConfig { latent: Some(latent), dense_layers, router, llama, ..MoeConfig::default() }
+}
+
+pub(super) fn youtu(fields: &mut Fields, llama: LlamaConfig, family: &Family) -> MoeConfig {
+    latent_only(fields, llama, family, &LatentConfig::default())
+}
+
+pub(super) fn minicpm(fields: &mut Fields, llama: LlamaConfig, family: &Family) -> MoeConfig {
+    let sizes = LatentConfig {
+        query_rank: Some(768),
+        kv_rank: 256,
+        plain_size: 64,
+        rotated_size: 32,
+        value_size: llama.width / llama.heads,
+        neighbours: false,
+    };
+    fields.require("rope_interleave", false);
+    latent_only(fields, llama, family, &sizes)
+}
+
+/// Reads the options of Granite 4.0 that decide about its table. Layers of other kinds, and experts, are not supported.
+pub(super) fn prepare_granite_hybrid(fields: &mut Fields, family: &mut Family) {
+    const KINDS: &str = "attention in all layers; state-space layers are not supported";
+    for option in ["layer_types", "layers_block_type"] {
+        let is_attention = |kind: &Value| kind == "attention" || kind == FULL;
+        match fields.take(option) {
+            Some(types) if !types.as_array().is_some_and(|all| all.iter().all(is_attention)) => {
+                fields.unsupported(option, &types, KINDS);
+            }
+            None if option == "layer_types" && fields.peek("layers_block_type").is_none() => {
+                fields.unsupported(option, &Value::Null, KINDS);
+            }
+            _ => {}
+        }
+    }
+    let experts = fields.take("num_local_experts").unwrap_or(8.into());
+    if experts != 0 {
+        fields.unsupported("num_local_experts", &experts, "0");
+    }
+    fields.ignore(&["num_experts_per_tok", "intermediate_size"]);
+    fields.default("shared_intermediate_size", 1024.into());
+    fields.rename("shared_intermediate_size", "intermediate_size");
+    // Without this option, no layer is rotated.
+    if fields.text("position_embedding_type").as_deref() != Some("rope") {
+        family.unrotated = Unrotated::Full;
+    }
+    let options =
+        ["chunk_size", "conv_bias", "d_conv", "d_head", "d_state", "expand", "n_groups", "n_heads", "proj_bias"];
+    options.iter().for_each(|option| fields.ignore(&[&format!("mamba_{option}")]));
+    fields.ignore(&["time_step_limit", "time_step_min", "time_step_max", "init_method"]);
+    fields.require("normalization_function", "rmsnorm");
 }
 
 pub(super) fn dots1(fields: &mut Fields, llama: LlamaConfig, _: &Family) -> MoeConfig {
@@ -221,7 +438,7 @@ pub(super) fn dots1(fields: &mut Fields, llama: LlamaConfig, _: &Family) -> MoeC
 pub(super) fn deepseek_v3(fields: &mut Fields, llama: LlamaConfig, family: &Family) -> MoeConfig {
     let (experts, top_k, shared, groups) = (Some(256), Some(8), Some(1), (8, 4));
     let defaults = DeepSeek { experts, top_k, hidden: 2048, shared, dense: 3, renormalise: true, scale: 2.5, groups };
-    let latent = latent(fields);
+    let latent = latent(fields, &LatentConfig::default());
     let llama = latent_llama(fields, llama, &latent, family);
     MoeConfig { latent: Some(latent), ..sigmoid_experts(fields, llama, &defaults) }
 }
@@ -239,7 +456,7 @@ pub(super) fn deepseek_v2(fields: &mut Fields, llama: LlamaConfig, family: &Fami
         scale: 1.0,
         groups: (1, 1),
     };
-    let latent = latent(fields);
+    let latent = latent(fields, &LatentConfig::default());
     let llama = latent_llama(fields, llama, &latent, family);
     fields.require("scoring_func", "softmax");
     // transformers ignores this option for this family.
@@ -273,11 +490,12 @@ pub(super) fn prepare_latent(fields: &mut Fields, family: &mut Family) {
     family.stretch = attention_stretch(fields);
 }
 
-fn latent(fields: &mut Fields) -> LatentConfig {
-    let LatentConfig { kv_rank, plain_size, rotated_size, value_size, .. } = LatentConfig::default();
+/// Reads the options of latent attention. `defaults` has the values of missing options.
+fn latent(fields: &mut Fields, defaults: &LatentConfig) -> LatentConfig {
+    let &LatentConfig { query_rank, kv_rank, plain_size, rotated_size, value_size, neighbours } = defaults;
     // If the option is null, queries are computed without a latent. Only a missing option has the default.
     let is_whole = fields.has("q_lora_rank") && fields.peek("q_lora_rank").is_none();
-    let query_rank = (!is_whole).then(|| fields.count("q_lora_rank", Some(1536), SIZE));
+    let query_rank = (!is_whole).then(|| fields.count("q_lora_rank", query_rank, SIZE));
     let rotated_size = fields.count("qk_rope_head_dim", Some(rotated_size), 1..=1 << 16);
     if !rotated_size.is_multiple_of(2) {
         fields.wrong("qk_rope_head_dim", &rotated_size.into(), "even, as rotary positions need");
@@ -288,7 +506,7 @@ fn latent(fields: &mut Fields) -> LatentConfig {
         plain_size: fields.count("qk_nope_head_dim", Some(plain_size), 1..=1 << 16),
         rotated_size,
         value_size: fields.count("v_head_dim", Some(value_size), 1..=1 << 16),
-        neighbours: fields.flag("rope_interleave", true),
+        neighbours: fields.flag("rope_interleave", neighbours),
     }
 }
 

@@ -3,9 +3,9 @@
 use super::experts;
 use super::family::{ATTENTION_BIAS, Bias, Family, Unrotated};
 use super::fields::Fields;
-use super::layout::{GPT_OSS, GRANITE, LLAMA4, MIXTRAL};
+use super::layout::{AFMOE, ERNIE, EXAONE, GPT_OSS, GRANITE, HUNYUAN, LLAMA4, MIXTRAL};
 use super::rope;
-use super::window::WindowedLayers;
+use super::window::{FULL, SLIDING, WindowedLayers};
 use crate::{FusedQkv, GateActivation, LlamaConfig, NormKind, Norms, QkNorm, QueryGrowth};
 
 const LLAMA: Family = Family::LLAMA;
@@ -305,6 +305,68 @@ const DEEPSEEK_V3: Family = Family {
     ..LLAMA
 };
 
+/// ERNIE 4.5.
+const ERNIE_DENSE: Family = Family {
+    name: "ernie4_5",
+    positions: 131_072,
+    rope_theta: 500_000.0,
+    eps: ("rms_norm_eps", 1e-5),
+    kv_heads: Some(2),
+    head_size: Some(128),
+    biases: use_bias(false),
+    neighbours: true,
+    padding: Some(0),
+    tied: true,
+    ..LLAMA
+};
+
+/// Hunyuan.
+const HUNYUAN_DENSE: Family = Family {
+    name: "hunyuan_v1_dense",
+    eps: ("rms_norm_eps", 1e-5),
+    biases: [ATTENTION_BIAS, ATTENTION_BIAS, Bias::Never],
+    qk_norm: QkNorm::Rotated,
+    padding: Some(0),
+    names: &[("q_norm", "query_layernorm"), ("k_norm", "key_layernorm")],
+    prepare: |fields, _| rope::fixed_alpha(fields),
+    ..LLAMA
+};
+
+/// EXAONE 4 (arXiv 2507.11407).
+const EXAONE4: Family = Family {
+    name: "exaone4",
+    eps: ("rms_norm_eps", 1e-5),
+    kv_heads: Some(32),
+    biases: [Bias::Never; 3],
+    qk_norm: QkNorm::Head,
+    norms: Norms::After,
+    unrotated: Unrotated::FullUnlessNull,
+    prepare: |fields, family| {
+        // All models of the family normalise queries and keys, and have their norms after each part.
+        fields.ignore(&["reorder_qk_norm"]);
+        family.window = window_pattern(fields, 4);
+    },
+    ..LLAMA
+};
+
+/// GLM-4.5 (arXiv 2508.06471).
+const GLM4_MOE: Family = Family {
+    name: "glm4_moe",
+    positions: 131_072,
+    partial: Some(0.5),
+    eps: ("rms_norm_eps", 1e-5),
+    kv_heads: Some(8),
+    biases: qkv_bias(false),
+    names: &[("shared_expert", "shared_experts")],
+    prepare: |fields, family| {
+        let normed = fields.flag("use_qk_norm", false);
+        family.qk_norm = if normed { QkNorm::Head } else { QkNorm::None };
+    },
+    experts: Some(experts::glm4),
+    predicts_further: true,
+    ..LLAMA
+};
+
 /// All families but GPT-2, which is not a [`Decoder`](crate::Decoder).
 pub(super) const FAMILIES: &[Family] = &[
     LLAMA,
@@ -366,19 +428,7 @@ pub(super) const FAMILIES: &[Family] = &[
         tied: true,
         ..LLAMA
     },
-    Family {
-        name: "ernie4_5",
-        positions: 131_072,
-        rope_theta: 500_000.0,
-        eps: ("rms_norm_eps", 1e-5),
-        kv_heads: Some(2),
-        head_size: Some(128),
-        biases: use_bias(false),
-        neighbours: true,
-        padding: Some(0),
-        tied: true,
-        ..LLAMA
-    },
+    ERNIE_DENSE,
     Family {
         name: "seed_oss",
         positions: 524_288,
@@ -392,31 +442,8 @@ pub(super) const FAMILIES: &[Family] = &[
         padding: Some(1),
         ..LLAMA
     },
-    Family {
-        name: "hunyuan_v1_dense",
-        eps: ("rms_norm_eps", 1e-5),
-        biases: [ATTENTION_BIAS, ATTENTION_BIAS, Bias::Never],
-        qk_norm: QkNorm::Rotated,
-        padding: Some(0),
-        names: &[("q_norm", "query_layernorm"), ("k_norm", "key_layernorm")],
-        prepare: |fields, _| rope::fixed_alpha(fields),
-        ..LLAMA
-    },
-    Family {
-        name: "exaone4",
-        eps: ("rms_norm_eps", 1e-5),
-        kv_heads: Some(32),
-        biases: [Bias::Never; 3],
-        qk_norm: QkNorm::Head,
-        norms: Norms::After,
-        unrotated: Unrotated::FullUnlessNull,
-        prepare: |fields, family| {
-            // All models of the family normalise queries and keys, and have their norms after each part.
-            fields.ignore(&["reorder_qk_norm"]);
-            family.window = window_pattern(fields, 4);
-        },
-        ..LLAMA
-    },
+    HUNYUAN_DENSE,
+    EXAONE4,
     Family {
         name: "arcee",
         eps: ("rms_norm_eps", 1e-5),
@@ -474,6 +501,15 @@ pub(super) const FAMILIES: &[Family] = &[
         ..OLMO2
     },
     Family { name: "granitemoe", experts: Some(experts::granite), expert_names: GRANITE, ..GRANITE_DENSE },
+    Family {
+        name: "granitemoeshared",
+        biases: [ATTENTION_BIAS, ATTENTION_BIAS, Bias::Never],
+        fused_gate_up: true,
+        names: &[("shared_expert", "shared_mlp"), ("gate_up_proj", "input_linear"), ("down_proj", "output_linear")],
+        experts: Some(experts::granite_shared),
+        expert_names: GRANITE,
+        ..GRANITE_DENSE
+    },
     // DeepSeek-V2 (arXiv 2405.04434).
     Family {
         name: "deepseek_v2",
@@ -482,22 +518,7 @@ pub(super) const FAMILIES: &[Family] = &[
         predicts_further: false,
         ..DEEPSEEK_V3
     },
-    Family {
-        name: "glm4_moe",
-        positions: 131_072,
-        partial: Some(0.5),
-        eps: ("rms_norm_eps", 1e-5),
-        kv_heads: Some(8),
-        biases: qkv_bias(false),
-        names: &[("shared_expert", "shared_experts")],
-        prepare: |fields, family| {
-            let normed = fields.flag("use_qk_norm", false);
-            family.qk_norm = if normed { QkNorm::Head } else { QkNorm::None };
-        },
-        experts: Some(experts::glm4),
-        predicts_further: true,
-        ..LLAMA
-    },
+    GLM4_MOE,
     Family {
         name: "dots1",
         qk_norm: QkNorm::Head,
@@ -519,9 +540,7 @@ pub(super) const FAMILIES: &[Family] = &[
         window: WindowedLayers::AllBut { every: 2 },
         names: &[("gate", "router")],
         prepare: |fields, _| {
-            if !fields.has("sliding_window") {
-                fields.set("sliding_window", 128.into());
-            }
+            fields.default("sliding_window", 128.into());
             rope::default(fields, || {
                 serde_json::json!({
                     "rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "beta_fast": 32.0,
@@ -577,42 +596,447 @@ pub(super) const FAMILIES: &[Family] = &[
         expert_names: MIXTRAL,
         ..LLAMA
     },
+    // EXAONE 3 (arXiv 2408.03541): Llama under other names.
+    Family {
+        name: "exaone",
+        positions: 4096,
+        rope_theta: 500_000.0,
+        eps: ("rms_norm_eps", 1e-5),
+        kv_heads: Some(8),
+        padding: Some(0),
+        prepare: |fields, _| {
+            fields.rename("num_layers", "num_hidden_layers");
+            fields.rename("layer_norm_epsilon", "rms_norm_eps");
+            fields.rename("activation_function", "hidden_act");
+        },
+        file_names: &[
+            ("model.embed_tokens.", "transformer.wte."),
+            ("model.layers.", "transformer.h."),
+            ("model.norm.", "transformer.ln_f."),
+            (".self_attn.o_proj.", ".attn.attention.out_proj."),
+            (".self_attn.", ".attn.attention."),
+            (".input_layernorm.", ".ln_1."),
+            (".post_attention_layernorm.", ".ln_2."),
+            (".mlp.gate_proj.", ".mlp.c_fc_0."),
+            (".mlp.up_proj.", ".mlp.c_fc_1."),
+            (".mlp.down_proj.", ".mlp.c_proj."),
+        ],
+        ..LLAMA
+    },
+    // Code World Model: a window in all but every fourth layer, of which the first has none.
+    Family {
+        name: "cwm",
+        positions: 131_072,
+        rope_theta: 1e6,
+        eps: ("rms_norm_eps", 1e-5),
+        kv_heads: Some(8),
+        head_size: Some(128),
+        biases: NO_BIAS,
+        window: WindowedLayers::Typed,
+        prepare: |fields, _| {
+            fields.default("sliding_window", 8192.into());
+            default_types(fields, |layer| if layer.is_multiple_of(4) { FULL } else { SLIDING });
+            rope::default(fields, || {
+                serde_json::json!({
+                    "rope_type": "llama3", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 8192,
+                    "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                })
+            });
+        },
+        ..LLAMA
+    },
+    Family {
+        name: "helium",
+        positions: 4096,
+        rope_theta: 100_000.0,
+        eps: ("rms_norm_eps", 1e-8),
+        kv_heads: Some(20),
+        head_size: Some(128),
+        biases: [ATTENTION_BIAS, Bias::Never, Bias::Option("mlp_bias", false)],
+        neighbours: true,
+        padding: Some(3),
+        ..LLAMA
+    },
+    Family {
+        name: "iquestcoder",
+        positions: 131_072,
+        eps: ("rms_norm_eps", 1e-5),
+        kv_heads: Some(8),
+        head_size: Some(128),
+        ..LLAMA
+    },
+    Family {
+        name: "internlm3",
+        positions: 32_768,
+        eps: ("rms_norm_eps", 1e-5),
+        kv_heads: Some(2),
+        head_size: Some(128),
+        padding: Some(2),
+        prepare: |fields, _| {
+            fields.rename("qkv_bias", "attention_bias");
+            fields.rename("bias", "mlp_bias");
+            // transformers has the same option for both.
+            let bias = fields.peek_flag("attention_bias", false);
+            if fields.peek_flag("mlp_bias", bias) != bias {
+                fields.unsupported("bias", &(!bias).into(), "the value of qkv_bias");
+            }
+        },
+        ..LLAMA
+    },
+    Family {
+        name: "jais2",
+        positions: 8192,
+        eps: ("layer_norm_eps", 1e-5),
+        biases: [
+            Bias::Option("attention_bias", true),
+            Bias::Option("attention_bias", true),
+            Bias::Option("mlp_bias", true),
+        ],
+        norm: NormKind::Layer,
+        ungated: true,
+        activation: GateActivation::Relu2,
+        ..LLAMA
+    },
+    // Nemotron-4 and Minitron (arXiv 2407.14679): layer norms that multiply by 1 + weight.
+    Family {
+        name: "nemotron",
+        partial: Some(0.5),
+        positions: 4096,
+        eps: ("norm_eps", 1e-5),
+        norm: NormKind::Layer,
+        ungated: true,
+        activation: GateActivation::Relu2,
+        finish: |_, config| config.offset_norms = true,
+        ..LLAMA
+    },
+    // OLMo (arXiv 2402.00838): norms without weights.
+    Family {
+        name: "olmo",
+        biases: [ATTENTION_BIAS, ATTENTION_BIAS, Bias::Never],
+        norm: NormKind::LayerNoWeight,
+        padding: Some(1),
+        prepare: |fields, family| {
+            // The epsilon is not an option.
+            ["rms_norm_eps", "layer_norm_eps"].iter().for_each(|name| fields.require(name, 1e-5));
+            family.eps = ("layer_norm_eps", 1e-5);
+        },
+        finish: |fields, config| config.traits.qkv_clip = fields.optional_positive("clip_qkv"),
+        ..LLAMA
+    },
+    // VaultGemma: Gemma 2 without the norms after each part.
+    Family {
+        name: "vaultgemma",
+        norms: Norms::Before,
+        names: &[
+            ("post_attention_layernorm", "pre_feedforward_layernorm"),
+            ("pre_feedforward_layernorm", "post_attention_layernorm"),
+        ],
+        ..GEMMA2
+    },
+    // HyperCLOVA X: Granite with norms after each part, too.
+    Family {
+        name: "hyperclovax",
+        norms: Norms::Both,
+        names: &[
+            ("post_attention_layernorm", "post_norm1"),
+            ("pre_feedforward_layernorm", "post_attention_layernorm"),
+            ("post_feedforward_layernorm", "post_norm2"),
+        ],
+        prepare: |fields, family| {
+            if !fields.flag("use_post_norm", true) {
+                (family.norms, family.names) = (Norms::Before, &[]);
+            }
+        },
+        finish: |fields, config| {
+            let size = config.head_size.unwrap_or(1) as f64;
+            fields.default("attention_multiplier", size.sqrt().recip().into());
+            multipliers(fields, config);
+            // The logits are multiplied by `logits_scaling`, not divided.
+            config.traits.logit_scale = config.traits.logit_scale.recip();
+        },
+        ..GRANITE_DENSE
+    },
+    // Granite 4.0 without state-space layers and experts: the shared feed-forward layer alone.
+    Family {
+        name: "granitemoehybrid",
+        fused_gate_up: true,
+        names: &[("mlp", "shared_mlp"), ("gate_up_proj", "input_linear"), ("down_proj", "output_linear")],
+        biases: [ATTENTION_BIAS, ATTENTION_BIAS, Bias::Never],
+        prepare: experts::prepare_granite_hybrid,
+        ..GRANITE_DENSE
+    },
+    // FlexOlmo (arXiv 2507.07024).
+    Family {
+        name: "flex_olmo",
+        positions: 4096,
+        rope_theta: 500_000.0,
+        eps: ("rms_norm_eps", 1e-6),
+        padding: Some(100_277),
+        experts: Some(experts::flex_olmo),
+        ..OLMO2
+    },
+    Family {
+        name: "solar_open",
+        rope_theta: 1e6,
+        partial: None,
+        head_size: Some(128),
+        biases: qkv_bias(false),
+        qk_norm: QkNorm::None,
+        // Layers have no other feed-forward layers than experts.
+        prepare: |fields, _| fields.default("intermediate_size", 1.into()),
+        experts: Some(experts::solar),
+        predicts_further: false,
+        ..GLM4_MOE
+    },
+    // GLM-4.7-Flash: DeepSeek-V3's attention.
+    Family {
+        name: "glm4_moe_lite",
+        positions: 202_752,
+        eps: ("rms_norm_eps", 1e-5),
+        experts: Some(experts::glm4_lite),
+        ..DEEPSEEK_V3
+    },
+    // Youtu-LLM: DeepSeek-V3's attention without experts.
+    Family {
+        name: "youtu",
+        positions: 131_072,
+        tied: true,
+        experts: Some(experts::youtu),
+        predicts_further: false,
+        ..DEEPSEEK_V3
+    },
+    // MiniCPM3: latent attention without experts, with factors of embedding, residuals and logits (arXiv 2404.06395).
+    Family {
+        name: "minicpm3",
+        positions: 32_768,
+        eps: ("rms_norm_eps", 1e-5),
+        tied: true,
+        prepare: |fields, family| {
+            fields.default("qk_rope_head_dim", 32.into());
+            experts::prepare_latent(fields, family);
+        },
+        finish: |fields, config| {
+            config.traits.embedding_scale = fields.positive("scale_emb", Some(12.0));
+            let (layers, width) = ((config.layers as f64).sqrt(), config.width as f64);
+            let mut or = |name: &str, default, null| match fields.has(name) && fields.peek(name).is_none() {
+                true => null,
+                false => fields.positive(name, Some(default)),
+            };
+            config.traits.residual_scale = or("scale_depth", 1.4, layers) / layers;
+            config.traits.logit_scale = or("dim_model_base", 256.0, width) / width;
+        },
+        experts: Some(experts::minicpm),
+        predicts_further: false,
+        ..DEEPSEEK_V3
+    },
+    Family {
+        name: "hunyuan_v1_moe",
+        names: &[("q_norm", "query_layernorm"), ("k_norm", "key_layernorm"), ("shared_expert", "shared_mlp")],
+        experts: Some(experts::hunyuan),
+        expert_names: HUNYUAN,
+        ..HUNYUAN_DENSE
+    },
+    Family {
+        name: "ernie4_5_moe",
+        kv_heads: Some(4),
+        head_size: None,
+        names: &[("shared_expert", "shared_experts")],
+        experts: Some(experts::ernie),
+        expert_names: ERNIE,
+        finish: |_, config| config.traits.head_bias = config.mlp_bias,
+        predicts_further: true,
+        ..ERNIE_DENSE
+    },
+    // K-EXAONE: norms before each part.
+    Family {
+        name: "exaone_moe",
+        norms: Norms::Before,
+        padding: Some(0),
+        names: &[("shared_expert", "shared_experts")],
+        experts: Some(experts::exaone),
+        expert_names: EXAONE,
+        predicts_further: true,
+        ..EXAONE4
+    },
+    // Arcee Trinity: attention whose outputs are gated.
+    Family {
+        name: "afmoe",
+        positions: 16_384,
+        eps: ("rms_norm_eps", 1e-5),
+        head_size: Some(128),
+        biases: [ATTENTION_BIAS, ATTENTION_BIAS, Bias::Never],
+        qk_norm: QkNorm::Head,
+        norms: Norms::Both,
+        unrotated: Unrotated::Full,
+        names: &[
+            ("pre_feedforward_layernorm", "pre_mlp_layernorm"),
+            ("post_feedforward_layernorm", "post_mlp_layernorm"),
+            ("shared_expert", "shared_experts"),
+        ],
+        prepare: |fields, family| {
+            let every = fields.count("global_attn_every_n_layers", Some(4), 1..=4096);
+            family.window = WindowedLayers::AllBut { every };
+            fields.default("sliding_window", 1024.into());
+        },
+        finish: |fields, config| {
+            config.scaled_embedding = fields.flag("mup_enabled", false);
+            config.traits.gated_attention = true;
+        },
+        experts: Some(experts::afmoe),
+        expert_names: AFMOE,
+        ..LLAMA
+    },
+    // Hunyuan 3.
+    Family {
+        name: "hy_v3",
+        positions: 131_072,
+        rope_theta: 11_158_840.0,
+        eps: ("rms_norm_eps", 1e-5),
+        kv_heads: Some(8),
+        head_size: Some(128),
+        qk_norm: QkNorm::Head,
+        names: &[("shared_expert", "shared_experts")],
+        file_names: &[(".mlp.shared_experts.", ".mlp.shared_mlp.")],
+        experts: Some(experts::hunyuan_v3),
+        expert_names: AFMOE,
+        predicts_further: true,
+        ..LLAMA
+    },
+    // Mellum 2: layers with a window have a rotary base of their own.
+    Family {
+        name: "mellum",
+        positions: 131_072,
+        rope_theta: 500_000.0,
+        local_rope_theta: Some(10_000.0),
+        kv_heads: Some(4),
+        window: WindowedLayers::Typed,
+        prepare: |fields, _| {
+            fields.default("sliding_window", 1024.into());
+            default_types(fields, |_| FULL);
+            // transformers reads rotary positions from `rope_parameters` alone.
+            fields.require_off(&["rope_theta", "rope_scaling"]);
+        },
+        experts: Some(experts::mellum),
+        ..QWEN3
+    },
+    // Phi-1 to Phi-2 (arXiv 2309.05463).
+    Family {
+        name: "phi",
+        partial: Some(0.5),
+        eps: ("layer_norm_eps", 1e-5),
+        biases: [Bias::Always; 3],
+        norm: NormKind::Layer,
+        norms: Norms::Shared,
+        ungated: true,
+        activation: GateActivation::Gelu,
+        names: &[
+            ("norm", "final_layernorm"),
+            ("o_proj", "dense"),
+            ("q_norm", "q_layernorm"),
+            ("k_norm", "k_layernorm"),
+            ("up_proj", "fc1"),
+            ("down_proj", "fc2"),
+        ],
+        prepare: |fields, family| {
+            let normed = fields.flag("qk_layernorm", false);
+            family.qk_norm = if normed { QkNorm::Head } else { QkNorm::None };
+        },
+        finish: |_, config| config.traits.head_bias = true,
+        ..LLAMA
+    },
+    // Falcon (arXiv 2311.16867) with one key-value head, or with as many as query heads.
+    Family {
+        name: "falcon",
+        eps: ("layer_norm_epsilon", 1e-5),
+        biases: [Bias::Option("bias", false); 3],
+        norm: NormKind::Layer,
+        ungated: true,
+        activation: GateActivation::GeluErf,
+        tied: true,
+        names: &[
+            ("model", "transformer"),
+            ("embed_tokens", "word_embeddings"),
+            ("layers", "h"),
+            ("norm", "ln_f"),
+            ("self_attn", "self_attention"),
+            ("qkv_proj", "query_key_value"),
+            ("o_proj", "dense"),
+            ("up_proj", "dense_h_to_4h"),
+            ("down_proj", "dense_4h_to_h"),
+        ],
+        prepare: prepare_falcon,
+        ..LLAMA
+    },
+    // Persimmon: GPT-NeoX with norms of queries and keys.
+    Family {
+        name: "persimmon",
+        positions: 16_384,
+        partial: Some(0.5),
+        eps: ("layer_norm_eps", 1e-5),
+        biases: [Bias::Always; 3],
+        norm: NormKind::Layer,
+        fused_qkv: FusedQkv::ByHead,
+        ungated: true,
+        activation: GateActivation::Relu2,
+        names: &[
+            ("norm", "final_layernorm"),
+            ("qkv_proj", "query_key_value"),
+            ("q_norm", "q_layernorm"),
+            ("k_norm", "k_layernorm"),
+            ("o_proj", "dense"),
+            ("up_proj", "dense_h_to_4h"),
+            ("down_proj", "dense_4h_to_h"),
+        ],
+        prepare: |fields, family| {
+            let normed = fields.flag("qk_layernorm", true);
+            family.qk_norm = if normed { QkNorm::Head } else { QkNorm::None };
+        },
+        ..LLAMA
+    },
+    // GPT-J, under GPT-2's names.
+    Family {
+        name: "gptj",
+        partial: Some(1.0),
+        eps: ("layer_norm_epsilon", 1e-5),
+        biases: [Bias::Never, Bias::Never, Bias::Always],
+        norm: NormKind::Layer,
+        norms: Norms::Shared,
+        neighbours: true,
+        ungated: true,
+        activation: GateActivation::Gelu,
+        names: &[
+            ("model", "transformer"),
+            ("embed_tokens", "wte"),
+            ("layers", "h"),
+            ("norm", "ln_f"),
+            ("self_attn", "attn"),
+            ("o_proj", "out_proj"),
+            ("input_layernorm", "ln_1"),
+            ("up_proj", "fc_in"),
+            ("down_proj", "fc_out"),
+        ],
+        prepare: prepare_gptj,
+        finish: |_, config| config.traits.head_bias = true,
+        ..LLAMA
+    },
+    // nanochat: norms without weights, one of which is that of the embedding, and a rotation in the other direction.
+    Family {
+        name: "nanochat",
+        biases: [ATTENTION_BIAS, ATTENTION_BIAS, Bias::Never],
+        qk_norm: QkNorm::RotatedNoWeight,
+        norm: NormKind::RmsNoWeight,
+        ungated: true,
+        activation: GateActivation::Relu2,
+        padding: Some(1),
+        names: &[("up_proj", "fc1"), ("down_proj", "fc2")],
+        finish: |fields, config| {
+            let has = fields.has("final_logit_softcapping");
+            config.logit_cap = if has { fields.optional_positive("final_logit_softcapping") } else { Some(15.0) };
+            (config.traits.normed_embedding, config.traits.backwards) = (true, true);
+        },
+        ..LLAMA
+    },
 ];
-
-/// Families that cannot be read, with the part that is missing.
-pub(super) const REFUSED: [(&str, &str); 25] = [
-    ("aya_vision", "a factor of the logits, which transformers leaves out of the whole model"),
-    ("bamba", STATE_SPACE),
-    ("falcon_h1", STATE_SPACE),
-    ("falcon_mamba", STATE_SPACE),
-    ("gemma3n", GEMMA3N),
-    ("gemma3n_text", GEMMA3N),
-    ("gemma4", GEMMA4),
-    ("gemma4_text", GEMMA4),
-    ("granitemoehybrid", STATE_SPACE),
-    ("jamba", STATE_SPACE),
-    ("kimi_linear", LINEAR),
-    ("lfm2", "short convolutions"),
-    ("mamba", STATE_SPACE),
-    ("mamba2", STATE_SPACE),
-    ("minimax", LINEAR),
-    ("mllama", "layers of attention to images, between those of its text part"),
-    ("nemotron_h", STATE_SPACE),
-    ("paligemma", "attention of a prompt's tokens to later ones"),
-    ("qwen3_5", LINEAR),
-    ("qwen3_5_moe", LINEAR),
-    ("qwen3_5_moe_text", LINEAR),
-    ("qwen3_5_text", LINEAR),
-    ("qwen3_next", LINEAR),
-    ("recurrent_gemma", "recurrent layers"),
-    ("zamba2", STATE_SPACE),
-];
-
-const STATE_SPACE: &str = "state-space layers";
-const LINEAR: &str = "linear attention";
-const GEMMA3N: &str = "per-layer embeddings, AltUp, LAuReL, sparse activations and layers that share keys and values";
-const GEMMA4: &str =
-    "heads of another width in layers with full attention, and in smaller models per-layer embeddings and shared keys";
 
 /// Reads `sliding_window_pattern`: all but every so manyth layer have a window. Files without windows may have 0. The
 /// pattern may be a text such as `LLLG` if it has no effect, because the file has `layer_types`.
@@ -622,6 +1046,60 @@ fn window_pattern(fields: &mut Fields, default: usize) -> WindowedLayers {
         fields.ignore(&["sliding_window_pattern"]);
     }
     WindowedLayers::AllBut { every: fields.count("sliding_window_pattern", Some(default), 0..=4096) }
+}
+
+/// Reads the options of Falcon that decide about its table.
+fn prepare_falcon(fields: &mut Fields, family: &mut Family) {
+    for (own, name) in [
+        ("n_embed", "hidden_size"),
+        ("n_layer", "num_hidden_layers"),
+        ("n_head", "num_attention_heads"),
+        ("ffn_hidden_size", "intermediate_size"),
+        ("activation", "hidden_act"),
+    ] {
+        fields.rename(own, name);
+    }
+    let width = fields.peek("hidden_size").and_then(serde_json::Value::as_u64).unwrap_or(0);
+    fields.default("intermediate_size", (4 * width.min(1 << 20)).into());
+    let shares = fields.flag("multi_query", true);
+    (family.fused_qkv, family.kv_heads) = if shares { (FusedQkv::Stacked, Some(1)) } else { (FusedQkv::ByHead, None) };
+    family.norms = if fields.flag("parallel_attn", true) { Norms::Shared } else { Norms::Before };
+    // The number of key-value heads has no effect, because `multi_query` decides.
+    fields.ignore(&["num_kv_heads"]);
+    let off =
+        ["alibi", "new_decoder_architecture", "apply_residual_connection_post_layernorm", "num_ln_in_parallel_attn"];
+    fields.require_off(&off);
+}
+
+/// Reads the options of GPT-J under the names of Llama's.
+fn prepare_gptj(fields: &mut Fields, _: &mut Family) {
+    for (own, name) in [
+        ("n_positions", "max_position_embeddings"),
+        ("n_embd", "hidden_size"),
+        ("n_layer", "num_hidden_layers"),
+        ("n_head", "num_attention_heads"),
+        ("n_inner", "intermediate_size"),
+        ("activation_function", "hidden_act"),
+    ] {
+        fields.rename(own, name);
+    }
+    let number = |name: &str| fields.peek(name).and_then(serde_json::Value::as_u64);
+    let (width, heads) = (number("hidden_size").unwrap_or(0), number("num_attention_heads").unwrap_or(1).max(1));
+    fields.default("intermediate_size", (4 * width.min(1 << 20)).into());
+    // The base is not an option, and frequencies are not scaled.
+    fields.ignore(&["rope_theta", "rotary"]);
+    fields.require_off(&["rope_parameters", "rope_scaling", "partial_rotary_factor", "num_key_value_heads"]);
+    let rotated = fields.count("rotary_dim", Some(64), 1..=1 << 16) as f64;
+    fields.default("partial_rotary_factor", (rotated * heads as f64 / width.max(1) as f64).into());
+    fields.require("scale_attn_weights", true);
+}
+
+/// Sets `layer_types` if the file has none.
+fn default_types(fields: &mut Fields, kind: fn(u64) -> &'static str) {
+    let layers = fields.peek("num_hidden_layers").and_then(serde_json::Value::as_u64).unwrap_or(0).min(4096);
+    if fields.peek("layer_types").is_none() {
+        fields.set("layer_types", (0..layers).map(kind).collect());
+    }
 }
 
 /// Reads the options that Gemma 2 and 3 share. The caps are the defaults for scores and logits.

@@ -55,6 +55,9 @@ pub(super) struct Family {
     pub tied: bool,
     /// The names of modules that differ from Llama's: Llama's name, and the family's.
     pub names: &'static [(&'static str, &'static str)],
+    /// The parts of names that differ in files: that of the parameter's name, and that of the file's. They are replaced one
+    /// after another.
+    pub file_names: &'static [(&'static str, &'static str)],
     /// Reads options that decide about this table, before all others.
     pub prepare: fn(&mut Fields, &mut Family),
     /// Reads the options that only this family has.
@@ -119,6 +122,7 @@ impl Family {
         padding: None,
         tied: false,
         names: &[],
+        file_names: &[],
         prepare: |_, _| (),
         finish: |_, _| (),
         experts: None,

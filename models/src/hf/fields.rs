@@ -128,6 +128,13 @@ impl Fields {
         self.left.insert(field.to_owned(), value);
     }
 
+    /// Sets an option that the file does not have.
+    pub fn default(&mut self, field: &str, value: Value) {
+        if !self.has(field) {
+            self.set(field, value);
+        }
+    }
+
     /// Renames an option of another name, if it is present.
     pub fn rename(&mut self, from: &str, to: &str) {
         if let Some(value) = self.take(from) {
@@ -229,6 +236,36 @@ fn shortened(text: &str) -> String {
     }
 }
 
+/// Encodes Infinity, -Infinity and NaN, which Python writes as numbers, as newer versions of transformers do.
+fn encoded_constants(bytes: Vec<u8>) -> Vec<u8> {
+    const CONSTANTS: [&str; 3] = ["-Infinity", "Infinity", "NaN"];
+    if !CONSTANTS.iter().any(|constant| bytes.windows(constant.len()).any(|part| part == constant.as_bytes())) {
+        return bytes;
+    }
+    let (mut out, mut rest, mut in_text) = (Vec::new(), &bytes[..], false);
+    while let [first, others @ ..] = rest {
+        if let Some(constant) = CONSTANTS.iter().find(|it| !in_text && rest.starts_with(it.as_bytes())) {
+            out.extend(format!("{{\"__float__\":\"{constant}\"}}").into_bytes());
+            rest = &rest[constant.len()..];
+            continue;
+        }
+        out.push(*first);
+        rest = others;
+        match first {
+            b'"' => in_text = !in_text,
+            // The next byte belongs to the text, even if it is a quotation mark.
+            b'\\' if in_text => {
+                if let [escaped, others @ ..] = rest {
+                    out.push(*escaped);
+                    rest = others;
+                }
+            }
+            _ => {}
+        }
+    }
+    out
+}
+
 /// Reads a file that holds a JSON object.
 pub(super) fn read_object(path: &Path) -> Result<Map<String, Value>> {
     let read_error = |source| HfError::Read { path: path.to_owned(), source };
@@ -238,6 +275,7 @@ pub(super) fn read_object(path: &Path) -> Result<Map<String, Value>> {
     if bytes.len() as u64 > MAX_BYTES {
         return Err(HfError::Malformed { path: path.to_owned(), why: format!("it has more than {MAX_BYTES} bytes") });
     }
+    let bytes = encoded_constants(bytes);
     serde_json::from_slice(&bytes).map_err(|error| {
         let mut lines = bytes.split(|&byte| byte == b'\n');
         let line = lines.nth(error.line().saturating_sub(1)).unwrap_or_default();

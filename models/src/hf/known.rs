@@ -11,7 +11,7 @@ use super::generation;
 
 /// Options whose value does not matter: names, stored types, initialization settings, dropout (which is not applied),
 /// labels, lengths that do not limit the model, and implementation choices of other programs.
-const METADATA: [&str; 63] = [
+const METADATA: [&str; 64] = [
     "attn_implementation",
     "auto_map",
     "aux_loss_alpha",
@@ -20,6 +20,7 @@ const METADATA: [&str; 63] = [
     "custom_pipelines",
     "dropout",
     "dtype",
+    "embedding_initializer_range",
     "ep_size",
     "experts_implementation",
     "finetuning_task",

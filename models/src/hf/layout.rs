@@ -78,6 +78,8 @@ pub(super) struct ExpertNames {
     projections: [&'static str; 3],
     /// The layout of tensors with the weights of all experts.
     fused: Fused,
+    /// True if the shape of the bias is [1, experts].
+    has_bias_row: bool,
 }
 
 /// The layout of a tensor with the weights of all experts.
@@ -102,6 +104,7 @@ pub(super) const NUMBERED: ExpertNames = ExpertNames {
         "mlp.experts.{}.down_proj.weight",
     ],
     fused: Fused::Rows,
+    has_bias_row: false,
 };
 const FUSED: ExpertNames = ExpertNames {
     projections: ["mlp.experts.gate_up_proj", "mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
@@ -116,6 +119,7 @@ pub(super) const MIXTRAL: ExpertNames = ExpertNames {
         "block_sparse_moe.experts.{}.w2.weight",
     ],
     fused: Fused::Rows,
+    has_bias_row: false,
 };
 pub(super) const GPT_OSS: ExpertNames = ExpertNames { fused: Fused::Interleaved, ..FUSED };
 pub(super) const LLAMA4: ExpertNames = ExpertNames {
@@ -137,16 +141,22 @@ pub(super) const GRANITE: ExpertNames = ExpertNames {
     ..NUMBERED
 };
 
+pub(super) const AFMOE: ExpertNames =
+    ExpertNames { router: "mlp.router.gate.weight", bias: "mlp.expert_bias", ..NUMBERED };
+pub(super) const ERNIE: ExpertNames =
+    ExpertNames { bias: "mlp.moe_statics.e_score_correction_bias", has_bias_row: true, ..NUMBERED };
+pub(super) const EXAONE: ExpertNames = ExpertNames { bias: "mlp.e_score_correction_bias", ..NUMBERED };
+pub(super) const HUNYUAN: ExpertNames = ExpertNames { router: "mlp.gate.wg.weight", ..NUMBERED };
+
 /// Returns the location of every parameter. The stored names, with the shapes of their tensors, decide between the possible
 /// layouts. If they do not, the layout is that in which transformers writes the family.
 pub(super) fn layout(config: &Config, stored: &BTreeMap<&str, &[usize]>) -> Vec<ParameterLayout> {
     let prefix = if stored.keys().any(|name| name.starts_with("transformer.")) { "transformer." } else { "" };
-    let names = [NUMBERED, FUSED, MIXTRAL, GRANITE].into_iter().find(|names| {
+    let found = [config.expert_names(), NUMBERED, FUSED, MIXTRAL, GRANITE].into_iter().find(|names| {
         let down = names.projections[2].replace("{}", "0");
         stored.keys().any(|name| name.ends_with(&down))
     });
-    // Interleaved tensors have the names of others.
-    let mut names = names.filter(|_| config.expert_names() != GPT_OSS).unwrap_or(config.expert_names());
+    let mut names = found.unwrap_or(config.expert_names());
     // The published files of Qwen3-VL have the weights of all experts transposed.
     let is_transposed = |(parameter, shape): (&str, &[usize])| {
         parameter.ends_with(".experts.down_proj")
@@ -176,7 +186,7 @@ pub(super) fn layout(config: &Config, stored: &BTreeMap<&str, &[usize]>) -> Vec<
                     let row = |head| whole(format!("{norms}.norms.{head}.weight"), shape[1..].to_vec());
                     (0..shape[0]).map(row).collect()
                 }
-                None => vec![whole(dense(&names, parameter), shape.to_vec())],
+                None => vec![dense(&names, parameter, shape)],
             },
         };
         for piece in &mut pieces {
@@ -191,14 +201,16 @@ fn whole(stored: String, shape: Vec<usize>) -> StoredRange {
     StoredRange { stored, elements: 0..shape.iter().product(), shape, columns: None }
 }
 
-/// Returns the stored name of a parameter that does not have the weights of all experts.
-fn dense(names: &ExpertNames, parameter: &str) -> String {
-    for (own, stored) in [(NUMBERED.router, names.router), (NUMBERED.bias, names.bias)] {
-        if let Some(block) = parameter.strip_suffix(own) {
-            return format!("{block}{stored}");
-        }
+/// Returns the place of a parameter that does not have the weights of all experts.
+fn dense(names: &ExpertNames, parameter: &str, shape: &[usize]) -> StoredRange {
+    if let Some(block) = parameter.strip_suffix(NUMBERED.router) {
+        return whole(format!("{block}{}", names.router), shape.to_vec());
     }
-    parameter.to_owned()
+    match parameter.strip_suffix(NUMBERED.bias) {
+        Some(block) if names.has_bias_row => whole(format!("{block}{}", names.bias), vec![1, shape[0]]),
+        Some(block) => whole(format!("{block}{}", names.bias), shape.to_vec()),
+        None => whole(parameter.to_owned(), shape.to_vec()),
+    }
 }
 
 fn experts(names: &ExpertNames, block: &str, part: &str, shape: &[usize]) -> Vec<StoredRange> {

@@ -40,6 +40,7 @@ mod low_rank;
 mod multimodal;
 mod new_folder;
 mod quantized;
+mod refused;
 mod rope;
 mod save;
 mod stop;

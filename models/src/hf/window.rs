@@ -80,7 +80,7 @@ pub(super) fn take(
             None
         }
         WindowedLayers::Chunked => layer_types(fields, layers, "chunked_attention"),
-        _ => layer_types(fields, layers, "sliding_attention"),
+        _ => layer_types(fields, layers, SLIDING),
     };
     let slides = |layer: &usize| match (&types, window) {
         (Some(types), _) => types[*layer],
@@ -128,7 +128,9 @@ fn width(fields: &mut Fields, option: &str, default: Option<usize>) -> Option<us
     Some(fields.count(option, None, 1..=1 << 40))
 }
 
-const FULL: &str = "full_attention";
+/// Types of layers in `layer_types`.
+pub(super) const FULL: &str = "full_attention";
+pub(super) const SLIDING: &str = "sliding_attention";
 
 /// Returns one entry per layer, which is true if `layer_types` has the type `windowed` for the layer. Returns `None` if the
 /// file has no `layer_types`, or if the value is invalid. An invalid value is recorded as a problem.
