@@ -6,6 +6,7 @@
 use super::FIXED;
 use crate::planner::mix::mix;
 use crate::planner::space::by_time::Rectangle;
+use crate::planner::space::{aligned, aligned_down};
 
 /// Address ranges taken by an item's neighbours, with their prices. There are few distinct ranges, since most
 /// neighbours of a long-lived item take turns in the same ones.
@@ -87,10 +88,11 @@ impl Obstacles {
     /// to be tried: right on top of a neighbour, and right below a neighbour.
     pub fn cheapest(&self, bytes: u64, alignment: u64, ceiling: u64, random: u64) -> Option<Choice> {
         let last = ceiling.checked_sub(bytes)?;
-        let last = last - last % alignment;
+        let last = aligned_down(last, alignment);
         let on_top = std::iter::once(0).chain(self.upper.iter().map(|edge| edge.0));
-        let mut on_top = on_top.filter_map(|to| to.checked_next_multiple_of(alignment)).peekable();
-        let under = self.lower.iter().filter_map(|edge| edge.0.checked_sub(bytes)).map(|at| at - at % alignment);
+        let mut on_top = on_top.filter_map(|to| aligned(to, alignment)).peekable();
+        let under =
+            self.lower.iter().filter_map(|edge| edge.0.checked_sub(bytes)).map(|at| aligned_down(at, alignment));
         let mut under = under.chain(std::iter::once(last)).peekable();
         let (mut below, mut above) = (0, 0);
         // Total price of the ranges that begin below the item's top, and of the ranges that end at or below the item's
