@@ -4,25 +4,52 @@
 //! a ceiling. Never: a change of the plan.
 
 use super::FIXED;
+use crate::planner::decompose::parts::Item;
 use crate::planner::mix::mix;
 use crate::planner::space::by_time::Rectangle;
 use crate::planner::space::{aligned, aligned_down};
 
 /// Address ranges taken by an item's neighbours, with their prices. There are few distinct ranges, since most
 /// neighbours of a long-lived item take turns in the same ones.
+///
+/// Sorting the ranges for each item would take most of the time of a search. So all ranges of the plan are sorted once
+/// in a while, and the neighbours of an item mark theirs. The ranges that came up since then are sorted for each item.
 #[derive(Debug, Default)]
 pub(super) struct Obstacles {
-    /// Lower ends of the ranges as `(from, price)`, ascending.
-    pub lower: Vec<(u64, u64)>,
+    /// `(from, to, price)` of each range, ascending.
+    pub ranges: Vec<(u64, u64, u64)>,
     /// Upper ends of the ranges as `(to, price)`, ascending.
     upper: Vec<(u64, u64)>,
-    /// `(from, to, price)`, each range once.
-    pub ranges: Vec<(u64, u64, u64)>,
-    /// Hash table of the ranges. Each entry has the number of the `fill` or `gather` call that wrote it, and the index
-    /// of its range.
-    table: Vec<(u32, u32)>,
-    filling: u32,
+    /// The ranges of the plan when they were sorted last, ascending.
+    known: Vec<Known>,
+    /// Their upper ends as `(to, index)`, ascending.
+    tops: Vec<(u64, u32)>,
+    /// For each item, the index of its range in `known`, or [`LOOSE`].
+    of: Vec<u32>,
+    /// Number of times that an item got a range that is not known.
+    changes: usize,
+    /// Marks of known ranges and of their upper ends, one bit each.
+    marks: Vec<u64>,
+    top_marks: Vec<u64>,
+    /// Ranges of neighbours that are not known.
+    loose: Vec<(u64, u64, u64)>,
 }
+
+/// A range of the plan.
+#[derive(Debug, Clone, Copy)]
+struct Known {
+    from: u64,
+    to: u64,
+    /// Place of its upper end among all upper ends.
+    top: u32,
+    /// Price of the neighbours in the range; 0 if there are none.
+    price: u64,
+}
+
+const LOOSE: u32 = u32::MAX;
+
+/// The ranges are sorted again after this number of changes, and one more for each 32 ranges.
+const CHANGES: usize = 16;
 
 /// A place for an item.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -33,52 +60,84 @@ pub(super) struct Choice {
 }
 
 impl Obstacles {
-    /// Collects the ranges, and their edges in ascending order.
-    pub fn fill(&mut self, met: &[Rectangle], price: &[u64]) {
-        self.gather(met, price);
-        self.lower.clear();
-        self.upper.clear();
-        self.lower.extend(self.ranges.iter().map(|range| (range.0, range.2)));
-        self.upper.extend(self.ranges.iter().map(|range| (range.1, range.2)));
-        self.lower.sort_unstable();
-        self.upper.sort_unstable();
+    /// Sorts the ranges of the plan if many of them have changed.
+    pub fn refresh(&mut self, items: &[Item], places: &[Option<u64>]) {
+        if self.of.len() == items.len() && self.changes <= CHANGES + self.known.len() / 32 {
+            return;
+        }
+        let placed = (0..).zip(items).zip(places).filter_map(|((i, item), at)| Some(((*at)?, (*at)? + item.bytes, i)));
+        let mut placed: Vec<(u64, u64, u32)> = placed.collect();
+        placed.sort_unstable();
+        self.changes = 0;
+        self.of.clear();
+        self.of.resize(items.len(), LOOSE);
+        self.known.clear();
+        for (from, to, i) in placed {
+            if self.known.last().is_none_or(|last| (last.from, last.to) != (from, to)) {
+                self.known.push(Known { from, to, top: 0, price: 0 });
+            }
+            self.of[i as usize] = self.known.len() as u32 - 1;
+        }
+        self.tops.clear();
+        self.tops.extend(self.known.iter().zip(0..).map(|(range, k)| (range.to, k)));
+        self.tops.sort_unstable();
+        for (&(_, k), top) in self.tops.iter().zip(0..) {
+            self.known[k as usize].top = top;
+        }
+        self.marks.resize(self.known.len().div_ceil(64), 0);
+        self.top_marks.resize(self.known.len().div_ceil(64), 0);
     }
 
-    /// Collects the ranges only, in the order in which they are met.
-    pub fn gather(&mut self, met: &[Rectangle], price: &[u64]) {
-        let size = (2 * met.len()).next_power_of_two();
-        if self.table.len() < size || self.filling == u32::MAX {
-            self.table = vec![(0, 0); size];
-            self.filling = 0;
+    /// Notes that an item has a new range.
+    pub fn put(&mut self, i: u32, from: u64, to: u64) {
+        if let Some(of) = self.of.get_mut(i as usize) {
+            let known = self.known.binary_search_by(|range| (range.from, range.to).cmp(&(from, to)));
+            *of = known.map_or(LOOSE, |k| k as u32);
+            self.changes += usize::from(known.is_err());
         }
-        self.filling += 1;
-        self.ranges.clear();
-        let mut last = 0;
-        for other in met {
-            // Runs ascend by address, so many rectangles have the same range as the one before.
-            if let Some(range) = self.ranges.get_mut(last).filter(|range| (range.0, range.1) == (other.from, other.to))
-            {
-                range.2 = range.2.saturating_add(price[other.item as usize]);
-                continue;
+    }
+
+    /// Adds a neighbour.
+    pub fn add(&mut self, other: &Rectangle, price: u64) {
+        let k = self.of[other.item as usize] as usize;
+        let Some(range) = self.known.get_mut(k) else {
+            return self.loose.push((other.from, other.to, price));
+        };
+        range.price = range.price.saturating_add(price);
+        self.marks[k / 64] |= 1 << (k % 64);
+    }
+
+    /// Collects the ranges of the neighbours that were added, and their edges.
+    pub fn sort(&mut self) {
+        let Self { ranges, upper, known, tops, marks, top_marks, loose, .. } = self;
+        loose.sort_unstable();
+        loose.dedup_by(|next, kept| {
+            let is_equal = (next.0, next.1) == (kept.0, kept.1);
+            kept.2 = if is_equal { kept.2.saturating_add(next.2) } else { kept.2 };
+            is_equal
+        });
+        ranges.clear();
+        let mut others = loose.iter().copied().peekable();
+        take(marks, |k| {
+            let range = &known[k];
+            top_marks[range.top as usize / 64] |= 1 << (range.top % 64);
+            while let Some(other) = others.next_if(|other| other.0 < range.from) {
+                ranges.push(other);
             }
-            let mut slot = (other.from ^ other.to.rotate_left(32)).wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 20;
-            loop {
-                let entry = &mut self.table[slot as usize & (size - 1)];
-                if entry.0 != self.filling {
-                    *entry = (self.filling, self.ranges.len() as u32);
-                    last = self.ranges.len();
-                    self.ranges.push((other.from, other.to, price[other.item as usize]));
-                    break;
-                }
-                let range = &mut self.ranges[entry.1 as usize];
-                if (range.0, range.1) == (other.from, other.to) {
-                    last = entry.1 as usize;
-                    range.2 = range.2.saturating_add(price[other.item as usize]);
-                    break;
-                }
-                slot += 1;
+            ranges.push((range.from, range.to, range.price));
+        });
+        ranges.extend(others);
+        upper.clear();
+        loose.sort_unstable_by_key(|range| range.1);
+        let mut others = loose.drain(..).map(|range| (range.1, range.2)).peekable();
+        take(top_marks, |k| {
+            let (to, range) = tops[k];
+            while let Some(other) = others.next_if(|other| other.0 < to) {
+                upper.push(other);
             }
-        }
+            upper.push((to, std::mem::take(&mut known[range as usize].price)));
+        });
+        upper.extend(others);
     }
 
     /// Returns the cheapest place below the ceiling, or `None` if pins leave no place. Of several free places, returns
@@ -92,7 +151,7 @@ impl Obstacles {
         let on_top = std::iter::once(0).chain(self.upper.iter().map(|edge| edge.0));
         let mut on_top = on_top.filter_map(|to| aligned(to, alignment)).peekable();
         let under =
-            self.lower.iter().filter_map(|edge| edge.0.checked_sub(bytes)).map(|at| aligned_down(at, alignment));
+            self.ranges.iter().filter_map(|edge| edge.0.checked_sub(bytes)).map(|at| aligned_down(at, alignment));
         let mut under = under.chain(std::iter::once(last)).peekable();
         let (mut below, mut above) = (0, 0);
         // Total price of the ranges that begin below the item's top, and of the ranges that end at or below the item's
@@ -111,8 +170,8 @@ impl Obstacles {
             if at > last {
                 continue;
             }
-            while let Some(edge) = self.lower.get(below).filter(|edge| edge.0 < at + bytes) {
-                begun += u128::from(edge.1);
+            while let Some(edge) = self.ranges.get(below).filter(|edge| edge.0 < at + bytes) {
+                begun += u128::from(edge.2);
                 below += 1;
             }
             while let Some(edge) = self.upper.get(above).filter(|edge| edge.0 <= at) {
@@ -123,7 +182,7 @@ impl Obstacles {
             asked += 1;
             let tie = if price == 0 {
                 let floor = above.checked_sub(1).map_or(0, |k| self.upper[k].0);
-                self.lower.get(below).map_or(ceiling, |edge| edge.0.min(ceiling)) - floor
+                self.ranges.get(below).map_or(ceiling, |edge| edge.0.min(ceiling)) - floor
             } else {
                 mix(asked, random)
             };
@@ -132,6 +191,17 @@ impl Obstacles {
             }
         }
         best.map(|(_, choice)| choice)
+    }
+}
+
+/// Calls `each` with the index of every mark, ascending, and removes the marks.
+fn take(marks: &mut [u64], mut each: impl FnMut(usize)) {
+    for (word, first) in marks.iter_mut().zip((0..).step_by(64)) {
+        let mut rest = std::mem::take(word);
+        while rest != 0 {
+            each(first + rest.trailing_zeros() as usize);
+            rest &= rest - 1;
+        }
     }
 }
 
@@ -164,7 +234,12 @@ mod tests {
         ) {
             let (met, prices) = neighbours(&rows);
             let mut obstacles = Obstacles::default();
-            obstacles.fill(&met, &prices);
+            obstacles.refresh(&items, &places);
+            for (other, &price) in met.iter().zip(&prices) {
+                obstacles.put(other.item, other.from, other.to);
+                obstacles.add(other, price);
+            }
+            obstacles.sort();
             let price = |at: u64| -> u64 {
                 rows.iter().zip(&prices).filter(|(row, _)| row.0 < at + bytes && at < row.0 + row.1).map(|p| p.1).sum()
             };
