@@ -146,51 +146,59 @@ impl Obstacles {
     /// The price changes only where an edge of the item meets an edge of a neighbour. So only two kinds of places need
     /// to be tried: right on top of a neighbour, and right below a neighbour.
     pub fn cheapest(&self, bytes: u64, alignment: u64, ceiling: u64, random: u64) -> Option<Choice> {
-        let last = ceiling.checked_sub(bytes)?;
-        let last = aligned_down(last, alignment);
-        let on_top = std::iter::once(0).chain(self.upper.iter().map(|edge| edge.0));
-        let mut on_top = on_top.filter_map(|to| aligned(to, alignment)).peekable();
-        let under =
-            self.ranges.iter().filter_map(|edge| edge.0.checked_sub(bytes)).map(|at| aligned_down(at, alignment));
-        let mut under = under.chain(std::iter::once(last)).peekable();
+        let last = aligned_down(ceiling.checked_sub(bytes)?, alignment);
+        let above = |to: u64| aligned(to, alignment).unwrap_or(u64::MAX);
+        let below = |from: u64| aligned_down(from - bytes, alignment);
+        let first = self.ranges.partition_point(|range| range.0 < bytes);
+        let on_top = std::iter::once(0).chain(self.upper.iter().map(|edge| above(edge.0)));
+        let under = self.ranges[first..].iter().map(|range| below(range.0)).take_while(|&at| at <= last);
+        let mut best = (FIXED, 0, 0);
+        // Random choices depend on a place's number among the places of both kinds.
+        self.look(on_top.take_while(|&at| at <= last), (bytes, ceiling), &mut best, |at, number| {
+            let under = self.ranges[first..].partition_point(|range| below(range.0) < at);
+            mix(number + under as u64, random)
+        });
+        self.look(under.chain([last]), (bytes, ceiling), &mut best, |at, number| {
+            let on_top = 1 + self.upper.partition_point(|edge| above(edge.0) <= at);
+            mix(number + on_top as u64, random)
+        });
+        (best.0 < FIXED).then_some(Choice { at: best.2, price: best.0 })
+    }
+
+    /// Looks at ascending places for an item. Keeps the price, the tie-breaker and the offset of the best place: the
+    /// size of the hole if the place is free, otherwise `chance` of the offset and the number of the place.
+    fn look(
+        &self,
+        places: impl Iterator<Item = u64>,
+        (bytes, ceiling): (u64, u64),
+        best: &mut (u64, u64, u64),
+        chance: impl Fn(u64, u64) -> u64,
+    ) {
         let (mut below, mut above) = (0, 0);
         // Total price of the ranges that begin below the item's top, and of the ranges that end at or below the item's
         // bottom.
         let (mut begun, mut ended) = (0u128, 0u128);
-        let mut best: Option<((u64, u64), Choice)> = None;
-        let mut asked = 0u64;
-        loop {
-            let at = match (on_top.peek(), under.peek()) {
-                (Some(a), Some(b)) if a <= b => on_top.next(),
-                (_, Some(_)) => under.next(),
-                (_, None) => None,
-            };
-            let Some(at) = at else { break };
-            // Both lists ascend, so the loop ends with the last place of the second one.
-            if at > last {
-                continue;
-            }
-            while let Some(edge) = self.ranges.get(below).filter(|edge| edge.0 < at + bytes) {
-                begun += u128::from(edge.2);
+        for (at, number) in places.zip(1..) {
+            while let Some(range) = self.ranges.get(below).filter(|range| range.0 < at + bytes) {
+                begun += u128::from(range.2);
                 below += 1;
             }
             while let Some(edge) = self.upper.get(above).filter(|edge| edge.0 <= at) {
                 ended += u128::from(edge.1);
                 above += 1;
             }
-            let price = u64::try_from(begun - ended).unwrap_or(FIXED).min(FIXED);
-            asked += 1;
+            if begun - ended > u128::from(best.0) {
+                continue;
+            }
+            let price = (begun - ended) as u64;
             let tie = if price == 0 {
                 let floor = above.checked_sub(1).map_or(0, |k| self.upper[k].0);
-                self.ranges.get(below).map_or(ceiling, |edge| edge.0.min(ceiling)) - floor
+                self.ranges.get(below).map_or(ceiling, |range| range.0.min(ceiling)) - floor
             } else {
-                mix(asked, random)
+                chance(at, number)
             };
-            if price < FIXED && best.is_none_or(|(least, _)| (price, tie) < least) {
-                best = Some(((price, tie), Choice { at, price }));
-            }
+            *best = (price, tie, at).min(*best);
         }
-        best.map(|(_, choice)| choice)
     }
 }
 
