@@ -219,16 +219,22 @@ mod tests {
 
     use super::*;
 
-    /// Rectangles at these places with their prices, which are their sizes plus one.
-    fn neighbours(rows: &[(u64, u64)]) -> (Vec<Rectangle>, Vec<u64>) {
-        let placed = |(i, &(from, bytes)): (usize, &(u64, u64))| Rectangle {
-            from,
-            to: from + bytes,
-            start: 0,
-            end: 1,
-            item: i as u32,
-        };
-        (rows.iter().enumerate().map(placed).collect(), rows.iter().map(|row| row.1 + 1).collect())
+    /// The obstacles that items of these offsets and sizes are. Prices are sizes plus one. The first `known` items are
+    /// placed before the ranges are sorted.
+    fn obstacles(rows: &[(u64, u64)], known: usize) -> Obstacles {
+        let item = |row: &(u64, u64)| Item { start: 0, end: 1, bytes: row.1, alignment: 1 };
+        let place = |(k, row): (usize, &(u64, u64))| (k < known).then_some(row.0);
+        let items: Vec<Item> = rows.iter().map(item).collect();
+        let mut obstacles = Obstacles::default();
+        obstacles.refresh(&items, &rows.iter().enumerate().map(place).collect::<Vec<_>>());
+        for (i, &(from, bytes)) in (0..).zip(rows) {
+            if i as usize >= known {
+                obstacles.put(i, from, from + bytes);
+            }
+            obstacles.add(&Rectangle { from, to: from + bytes, start: 0, end: 1, item: i }, bytes + 1);
+        }
+        obstacles.sort();
+        obstacles
     }
 
     generated! {
@@ -236,20 +242,14 @@ mod tests {
         #[test]
         fn the_cheapest_place_is_found(
             rows in prop::collection::vec((0..40u64, 1..9u64), 0..12),
+            known in 0..12usize,
             bytes in 1..12u64,
             ceiling in 8..50u64,
             random in any::<u64>(),
         ) {
-            let (met, prices) = neighbours(&rows);
-            let mut obstacles = Obstacles::default();
-            obstacles.refresh(&items, &places);
-            for (other, &price) in met.iter().zip(&prices) {
-                obstacles.put(other.item, other.from, other.to);
-                obstacles.add(other, price);
-            }
-            obstacles.sort();
+            let obstacles = obstacles(&rows, known);
             let price = |at: u64| -> u64 {
-                rows.iter().zip(&prices).filter(|(row, _)| row.0 < at + bytes && at < row.0 + row.1).map(|p| p.1).sum()
+                rows.iter().filter(|row| row.0 < at + bytes && at < row.0 + row.1).map(|row| row.1 + 1).sum()
             };
             let least = (0..=ceiling.saturating_sub(bytes)).filter(|at| at + bytes <= ceiling).map(price).min();
             let choice = obstacles.cheapest(bytes, 1, ceiling, random);
