@@ -26,8 +26,8 @@ pub(super) struct Obstacles {
     tops: Vec<(u64, u32)>,
     /// For each item, the index of its range in `known`, or [`LOOSE`].
     of: Vec<u32>,
-    /// Number of times that an item got a range that is not known.
-    changes: usize,
+    /// Number of ranges that were sorted since, because they are not known.
+    sorted: usize,
     /// Marks of known ranges and of their upper ends, one bit each.
     marks: Vec<u64>,
     top_marks: Vec<u64>,
@@ -48,9 +48,6 @@ struct Known {
 
 const LOOSE: u32 = u32::MAX;
 
-/// The ranges are sorted again after this number of changes, and one more for each 32 ranges.
-const CHANGES: usize = 16;
-
 /// A place for an item.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Choice {
@@ -60,15 +57,15 @@ pub(super) struct Choice {
 }
 
 impl Obstacles {
-    /// Sorts the ranges of the plan if many of them have changed.
+    /// Sorts the ranges of the plan if that costs no more than what was sorted since the last time.
     pub fn refresh(&mut self, items: &[Item], places: &[Option<u64>]) {
-        if self.of.len() == items.len() && self.changes <= CHANGES + self.known.len() / 32 {
+        if self.of.len() == items.len() && self.sorted <= items.len() {
             return;
         }
         let placed = (0..).zip(items).zip(places).filter_map(|((i, item), at)| Some(((*at)?, (*at)? + item.bytes, i)));
         let mut placed: Vec<(u64, u64, u32)> = placed.collect();
         placed.sort_unstable();
-        self.changes = 0;
+        self.sorted = 0;
         self.of.clear();
         self.of.resize(items.len(), LOOSE);
         self.known.clear();
@@ -91,9 +88,8 @@ impl Obstacles {
     /// Notes that an item has a new range.
     pub fn put(&mut self, i: u32, from: u64, to: u64) {
         if let Some(of) = self.of.get_mut(i as usize) {
-            let known = self.known.binary_search_by(|range| (range.from, range.to).cmp(&(from, to)));
+            let known = self.known.binary_search_by_key(&(from, to), |range| (range.from, range.to));
             *of = known.map_or(LOOSE, |k| k as u32);
-            self.changes += usize::from(known.is_err());
         }
     }
 
@@ -109,7 +105,8 @@ impl Obstacles {
 
     /// Collects the ranges of the neighbours that were added, and their edges.
     pub fn sort(&mut self) {
-        let Self { ranges, upper, known, tops, marks, top_marks, loose, .. } = self;
+        let Self { ranges, upper, known, tops, marks, top_marks, loose, sorted, .. } = self;
+        *sorted += loose.len();
         loose.sort_unstable();
         loose.dedup_by(|next, kept| {
             let is_equal = (next.0, next.1) == (kept.0, kept.1);
