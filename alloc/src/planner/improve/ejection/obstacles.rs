@@ -22,6 +22,8 @@ pub(super) struct Obstacles {
     upper: Vec<(u64, u64)>,
     /// The ranges of the plan when they were sorted last, ascending.
     known: Vec<Known>,
+    /// For each of them, the price of the neighbours in it; 0 if there are none.
+    prices: Vec<u64>,
     /// Their upper ends as `(to, index)`, ascending.
     tops: Vec<(u64, u32)>,
     /// For each item, the index of its range in `known`, or [`LOOSE`].
@@ -42,8 +44,6 @@ struct Known {
     to: u64,
     /// Place of its upper end among all upper ends.
     top: u32,
-    /// Price of the neighbours in the range; 0 if there are none.
-    price: u64,
 }
 
 const LOOSE: u32 = u32::MAX;
@@ -71,7 +71,7 @@ impl Obstacles {
         self.known.clear();
         for (from, to, i) in placed {
             if self.known.last().is_none_or(|last| (last.from, last.to) != (from, to)) {
-                self.known.push(Known { from, to, top: 0, price: 0 });
+                self.known.push(Known { from, to, top: 0 });
             }
             self.of[i as usize] = self.known.len() as u32 - 1;
         }
@@ -81,6 +81,7 @@ impl Obstacles {
         for (&(_, k), top) in self.tops.iter().zip(0..) {
             self.known[k as usize].top = top;
         }
+        self.prices.resize(self.known.len(), 0);
         self.marks.resize(self.known.len().div_ceil(64), 0);
         self.top_marks.resize(self.known.len().div_ceil(64), 0);
     }
@@ -96,16 +97,16 @@ impl Obstacles {
     /// Adds a neighbour.
     pub fn add(&mut self, other: &Rectangle, price: u64) {
         let k = self.of[other.item as usize] as usize;
-        let Some(range) = self.known.get_mut(k) else {
+        let Some(sum) = self.prices.get_mut(k) else {
             return self.loose.push((other.from, other.to, price));
         };
-        range.price = range.price.saturating_add(price);
+        *sum = sum.saturating_add(price);
         self.marks[k / 64] |= 1 << (k % 64);
     }
 
     /// Collects the ranges of the neighbours that were added, and their edges.
     pub fn sort(&mut self) {
-        let Self { ranges, upper, known, tops, marks, top_marks, loose, sorted, .. } = self;
+        let Self { ranges, upper, known, prices, tops, marks, top_marks, loose, sorted, .. } = self;
         *sorted += loose.len();
         loose.sort_unstable();
         loose.dedup_by(|next, kept| {
@@ -121,7 +122,7 @@ impl Obstacles {
             while let Some(other) = others.next_if(|other| other.0 < range.from) {
                 ranges.push(other);
             }
-            ranges.push((range.from, range.to, range.price));
+            ranges.push((range.from, range.to, prices[k]));
         });
         ranges.extend(others);
         upper.clear();
@@ -132,7 +133,7 @@ impl Obstacles {
             while let Some(other) = others.next_if(|other| other.0 < to) {
                 upper.push(other);
             }
-            upper.push((to, std::mem::take(&mut known[range as usize].price)));
+            upper.push((to, std::mem::take(&mut prices[range as usize])));
         });
         upper.extend(others);
     }
