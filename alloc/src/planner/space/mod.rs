@@ -21,9 +21,9 @@ pub(crate) fn aligned_down(at: u64, alignment: u64) -> u64 {
 
 /// Returns the lowest aligned offset at which `bytes` are free between the `taken` ranges, or `None` if there is none
 /// in the address space. The ranges ascend by their first byte and may overlap.
-pub(crate) fn lowest_gap(taken: &[(u64, u64)], bytes: u64, alignment: u64) -> Option<u64> {
+pub(crate) fn lowest_gap(taken: impl Iterator<Item = (u64, u64)>, bytes: u64, alignment: u64) -> Option<u64> {
     let mut floor = 0u64;
-    for &(from, to) in taken {
+    for (from, to) in taken {
         let at = aligned(floor, alignment)?;
         if from >= at && from - at >= bytes {
             return Some(at);
@@ -52,7 +52,7 @@ mod tests {
             taken.sort_unstable();
             let is_free = |at: &u64| taken.iter().all(|&(from, to)| to <= *at || at + bytes <= from);
             let slow = (0..).step_by(alignment as usize).find(is_free);
-            prop_assert_eq!(lowest_gap(&taken, bytes, alignment), slow);
+            prop_assert_eq!(lowest_gap(taken.iter().copied(), bytes, alignment), slow);
         }
     }
 }

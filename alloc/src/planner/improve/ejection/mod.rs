@@ -302,7 +302,6 @@ impl<'p> Ejection<'p> {
             false => u64::MAX,
         };
         sort_by_key(&mut missing, |&i| (Reverse((items[i as usize].cliques(), items[i as usize].bytes)), i));
-        let mut taken = Vec::new();
         let mut sorted = 0;
         for i in missing {
             if sorted > most {
@@ -313,10 +312,9 @@ impl<'p> Ejection<'p> {
             budget.spend(looked / 4);
             // If there are many items, sorting them takes most of the time.
             sorted += looked / 4 * (1 + looked / 1024);
-            taken.clear();
-            taken.extend(self.obstacles.ranges.iter().map(|&(from, to, _)| (from, to)));
+            let taken = self.obstacles.ranges.iter().map(|&(from, to, _)| (from, to));
             // An item finds no place only if it would leave the address space.
-            if let Some(at) = lowest_gap(&taken, item.bytes, item.alignment) {
+            if let Some(at) = lowest_gap(taken, item.bytes, item.alignment) {
                 self.put(i, at, budget);
             }
         }
