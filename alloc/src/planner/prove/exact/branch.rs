@@ -61,7 +61,7 @@ pub(super) struct Search<'p> {
     pub left: u64,
     pub depth: u32,
     deadline: Budget,
-    /// Floors of spans of cliques, and lowest places by clique.
+    /// Tables that are filled where they are needed; kept here so that their memory is reused.
     floors: Spans,
     places: Spans,
     ends: Vec<u32>,
@@ -168,6 +168,7 @@ impl<'p> Search<'p> {
     /// records the lowest place of each remaining item. Returns false if some item no longer fits.
     fn lift(&mut self, from: u32, to: u32) -> bool {
         let Self { state, floors, places, conflicts, left, .. } = self;
+        // From the second round on, floors stay as they are if no place has changed.
         let mut is_first = true;
         loop {
             floors.read(&state.floor, from, to);
@@ -177,7 +178,7 @@ impl<'p> Search<'p> {
                 if state.placed[i] {
                     continue;
                 }
-                let item = state.rests[i];
+                let item = state.reach[i];
                 work += u64::from(item.cliques);
                 let at = aligned(floors.max(item.runs).max(item.least), item.alignment);
                 let Some(at) = at.filter(|at| *at <= item.top) else {
@@ -229,7 +230,7 @@ impl<'p> Search<'p> {
         for i in state.to_come(from, to) {
             let (item, lowest) = (state.items[i as usize], state.lowest[i as usize]);
             if lowest > state.floor[item.start as usize] || item.end > ends[item.start as usize] {
-                let runs = state.rests[i as usize].runs;
+                let runs = state.reach[i as usize].runs;
                 places.lower(runs, lowest);
                 tops.lower(runs, lowest + item.bytes);
             }
@@ -260,7 +261,7 @@ impl<'p> Search<'p> {
         let floor = state.floor[a as usize];
         // If an item comes to rest in the valley but above its floor, it rests on an item that is still to be placed.
         let mut least_top = (a..b).map(|k| tops.minimum(k)).min().unwrap_or(u64::MAX);
-        // The number of items that fit at the floor begins to grow or shrink by this in each clique.
+        // The change in the number of items that fit at the floor, from the clique before.
         count.clear();
         count.resize((b - a) as usize + 1, 0i64);
         let mut previous = None;

@@ -23,8 +23,8 @@ pub(super) struct State<'p> {
     pub starts: Vec<u32>,
     /// Number of items alive in each clique.
     pub alive: Vec<u32>,
-    /// What raising floors asks of each item.
-    pub rests: Vec<Rests>,
+    /// For each item, the places at which it can come to rest.
+    pub reach: Vec<Reach>,
     pub floor: Vec<u64>,
     /// Bytes of the remaining items in each clique.
     pub rest: Vec<u64>,
@@ -36,9 +36,9 @@ pub(super) struct State<'p> {
     keys: Vec<u128>,
 }
 
-/// Where an item can come to rest.
+/// The places at which an item can come to rest.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Rests {
+pub(super) struct Reach {
     pub cliques: u32,
     /// Its cliques in the tables of spans.
     pub runs: Runs,
@@ -57,7 +57,7 @@ pub(super) enum Change {
 
 impl<'p> State<'p> {
     /// Creates the state in which nothing is placed. Returns `None` if more bytes than the capacity are alive in some
-    /// clique. The item's spans are those of `table`.
+    /// clique. `table` has the spans of the items.
     pub fn new(part: &'p Part, capacity: u64, table: &Spans) -> Option<Self> {
         let rest = part.live();
         if rest.iter().any(|&bytes| bytes > capacity) {
@@ -69,9 +69,9 @@ impl<'p> State<'p> {
         }
         let mut pins = vec![None; if part.pins.is_empty() { 0 } else { part.items.len() }];
         part.pins.iter().for_each(|&(i, at)| pins[i as usize] = Some(at));
-        let rests = part.items.iter().zip(0..).map(|(item, i)| {
+        let reach = part.items.iter().zip(0..).map(|(item, i)| {
             let (pin, highest) = (pins.get(i).copied().flatten(), capacity - item.bytes);
-            Rests {
+            Reach {
                 cliques: item.cliques(),
                 runs: table.runs(item.start, item.end),
                 least: pin.unwrap_or(0),
@@ -79,7 +79,7 @@ impl<'p> State<'p> {
                 alignment: if pin.is_some() { 1 } else { item.alignment },
             }
         });
-        let rests = rests.collect();
+        let reach = reach.collect();
         Some(Self {
             part,
             items: &part.items,
@@ -87,7 +87,7 @@ impl<'p> State<'p> {
             capacity,
             starts: Buckets::new(part.cliques + 1, part.items.iter().map(|item| item.start)).starts,
             alive,
-            rests,
+            reach,
             floor: vec![0; part.cliques as usize],
             rest,
             offsets: vec![0; part.items.len()],
