@@ -30,9 +30,9 @@ pub(super) struct Obstacles {
     of: Vec<u32>,
     /// Number of ranges that were sorted since, because they are not known.
     sorted: usize,
-    /// Marks of known ranges and of their upper ends, one bit each.
-    marks: Vec<u64>,
-    top_marks: Vec<u64>,
+    /// Marks of known ranges and of their upper ends.
+    marks: Marks,
+    top_marks: Marks,
     /// Ranges of neighbours that are not known.
     loose: Vec<(u64, u64, u64)>,
 }
@@ -82,8 +82,8 @@ impl Obstacles {
             self.known[k as usize].top = top;
         }
         self.prices.resize(self.known.len(), 0);
-        self.marks.resize(self.known.len().div_ceil(64), 0);
-        self.top_marks.resize(self.known.len().div_ceil(64), 0);
+        self.marks.resize(self.known.len());
+        self.top_marks.resize(self.known.len());
     }
 
     /// Notes that an item has a new range.
@@ -101,7 +101,7 @@ impl Obstacles {
             return self.loose.push((other.from, other.to, price));
         };
         *sum = sum.saturating_add(price);
-        self.marks[k / 64] |= 1 << (k % 64);
+        self.marks.set(k);
     }
 
     /// Collects the ranges of the neighbours that were added, and their edges.
@@ -116,9 +116,9 @@ impl Obstacles {
         });
         ranges.clear();
         let mut others = loose.iter().copied().peekable();
-        take(marks, |k| {
+        marks.take(|k| {
             let range = &known[k];
-            top_marks[range.top as usize / 64] |= 1 << (range.top % 64);
+            top_marks.set(range.top as usize);
             while let Some(other) = others.next_if(|other| other.0 < range.from) {
                 ranges.push(other);
             }
@@ -128,7 +128,7 @@ impl Obstacles {
         upper.clear();
         loose.sort_unstable_by_key(|range| range.1);
         let mut others = loose.drain(..).map(|range| (range.1, range.2)).peekable();
-        take(top_marks, |k| {
+        top_marks.take(|k| {
             let (to, range) = tops[k];
             while let Some(other) = others.next_if(|other| other.0 < to) {
                 upper.push(other);
@@ -200,14 +200,41 @@ impl Obstacles {
     }
 }
 
-/// Calls `each` with the index of every mark, ascending, and removes the marks.
-fn take(marks: &mut [u64], mut each: impl FnMut(usize)) {
-    for (word, first) in marks.iter_mut().zip((0..).step_by(64)) {
-        let mut rest = std::mem::take(word);
-        while rest != 0 {
-            each(first + rest.trailing_zeros() as usize);
-            rest &= rest - 1;
+/// A set of numbers that is read in order in a time that depends little on the largest number.
+#[derive(Debug, Default)]
+struct Marks {
+    /// A bit for each number.
+    bits: Vec<u64>,
+    /// A bit for each word of `bits` that has a bit.
+    words: Vec<u64>,
+}
+
+impl Marks {
+    fn resize(&mut self, count: usize) {
+        self.bits.resize(count.div_ceil(64), 0);
+        self.words.resize(count.div_ceil(64 * 64), 0);
+    }
+
+    fn set(&mut self, k: usize) {
+        self.bits[k / 64] |= 1 << (k % 64);
+        self.words[k / (64 * 64)] |= 1 << (k / 64 % 64);
+    }
+
+    /// Calls `each` with every number, ascending, and removes the numbers.
+    fn take(&mut self, mut each: impl FnMut(usize)) {
+        let Self { bits, words } = self;
+        for (block, word) in words.iter_mut().enumerate() {
+            drain(word, 64 * block, |k| drain(&mut bits[k], 64 * k, &mut each));
         }
+    }
+}
+
+/// Calls `each` with `first` plus the place of every bit of a word, ascending, and removes the bits.
+fn drain(word: &mut u64, first: usize, mut each: impl FnMut(usize)) {
+    let mut rest = std::mem::take(word);
+    while rest != 0 {
+        each(first + rest.trailing_zeros() as usize);
+        rest &= rest - 1;
     }
 }
 
