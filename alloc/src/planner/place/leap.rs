@@ -3,8 +3,7 @@
 //!
 //! Births between the two milestones are placed in order of time. The candidate places of each birth are:
 //!
-//! - both ends of each free range, and places inside that leave exactly enough bytes at an end for another item still
-//!   to come;
+//! - both ends of each free range;
 //! - a dead [lot](super::lots) of the same size, which the birth takes over;
 //! - free ranges that one or two dead lots extend.
 //!
@@ -44,8 +43,6 @@ pub(super) struct Arrival {
     pub disorder: u64,
     /// Hash of the layout. Layouts that leave the same choices have the same hash.
     pub hash: u64,
-    /// Hash of the order of large items and free ranges. A mirrored layout has the same hash.
-    pub outline: u64,
 }
 
 /// Number of places per birth that may be tried from one layout. Attempts use this number, twice this number and four
@@ -70,9 +67,8 @@ const LARGE: u64 = 3;
 /// Disorder that each free range adds.
 const RANGE: u64 = 80;
 
-/// Two additions to the rank of a place: if the place leaves the rest of its range in one piece, and if the place
-/// splits its range. Places with the lowest rank come first.
-const ASIDE: (u64, u64) = (10, 90);
+/// Added to the rank of a place that leaves the rest of its range.
+const ASIDE: u64 = 10;
 
 /// Added to the rank of a lot that is taken over by an item which dies before the milestone.
 const REUSE: u64 = 180;
@@ -226,8 +222,6 @@ impl<'c> Leap<'c> {
         let (course, bytes) = (self.course, birth.bytes);
         let leaves = course.death_milestone(birth.dies_before);
         let mut places: Vec<Candidate> = Vec::new();
-        // In every other attempt, splitting a range next to the undecided one costs a large item no rank.
-        let parts = course.number % 2 == 1 && course.is_largest(bytes);
         let dead = lots.dead(birth.clique);
         let reused_lot = dead.iter().find(|lot| lot.1 == bytes).map(|lot| lot.0);
         if reused_lot.is_some() {
@@ -238,39 +232,19 @@ impl<'c> Leap<'c> {
             let is_open = between.map(|slab| slab.is_some_and(|slab| slab.dies_before == UNDECIDED));
             let [below, above] = between.map(|slab| slab.map_or(UNDECIDED, |s| course.death_milestone(s.dies_before)));
             let (low, high) = (apart(below, leaves), apart(leaves, above));
-            if to - from < bytes {
-                Lots::extensions(&dead, (from, to), is_open, bytes, |from, to, decided| {
-                    let opening = DECISION * decided.iter().flatten().count() as u64;
-                    if to - from == bytes {
-                        let rank = (low + high + opening).saturating_sub(RANGE + apart(below, above));
-                        places.push(Candidate { rank, from, decided, ..Candidate::default() });
-                    } else {
-                        places.extend([(low, from), (high, to - bytes)].map(|(side, from)| Candidate {
-                            rank: side + ASIDE.0 + opening,
-                            from,
-                            decided,
-                            ..Candidate::default()
-                        }));
-                    }
-                });
-                return;
-            }
-            let mut push = |rank, from| places.push(Candidate { rank, from, ..Candidate::default() });
-            if to - from == bytes {
-                push((low + high).saturating_sub(RANGE + apart(below, above)), from);
-                return;
-            }
-            push(low + ASIDE.0, from);
-            push(high + ASIDE.0, to - bytes);
-            let mut last = 0;
-            for &(other, is_to_come) in self.survivors.iter().filter(|_| birth.survivor.is_some()) {
-                if is_to_come && other != last && to - from - bytes > other {
-                    last = other;
-                    let parts = parts && course.is_largest(other);
-                    let aside = is_open.map(|is_open| if is_open && parts { 0 } else { ASIDE.1 });
-                    push(low + high + aside[1], from + other);
-                    push(low + high + aside[0], to - other - bytes);
+            let mut visit = |from: u64, to: u64, decided: [Option<(usize, u64)>; 2]| {
+                let opening = DECISION * decided.iter().flatten().count() as u64;
+                let mut push = |rank, from| places.push(Candidate { rank, from, decided, ..Candidate::default() });
+                if to - from == bytes {
+                    push((low + high + opening).saturating_sub(RANGE + apart(below, above)), from);
+                } else {
+                    push(low + ASIDE + opening, from);
+                    push(high + ASIDE + opening, to - bytes);
                 }
+            };
+            match to - from < bytes {
+                true => Lots::extensions(&dead, (from, to), is_open, bytes, visit),
+                false => visit(from, to, [None; 2]),
             }
         });
         places.sort_unstable();
@@ -320,31 +294,22 @@ impl<'c> Leap<'c> {
         if !self.known.insert(hash) {
             return;
         }
-        // The outline: large items with the milestones before which they die, and free ranges.
-        let mut outline: Vec<(u64, u64)> = Vec::new();
         let mut disorder = 0;
         let mut floor = 0;
         let mut below = UNDECIDED;
         for slab in &live {
             let seen = course.death_milestone(slab.dies_before);
             if floor < slab.from {
-                outline.push((0, slab.from - floor));
                 disorder += RANGE;
-            }
-            if slab.to - slab.from >= course.largest / LARGE {
-                outline.push((1 + u64::from(seen), slab.to - slab.from));
             }
             disorder += apart(below, seen);
             (below, floor) = (seen, slab.to);
         }
         disorder += apart(below, UNDECIDED);
         if floor < course.ceiling {
-            outline.push((0, course.ceiling - floor));
             disorder += RANGE;
         }
-        let chain = |hash: u64, &(seen, bytes): &(u64, u64)| mix(hash ^ seen, bytes);
-        let outline = outline.iter().fold(1, chain).min(outline.iter().rev().fold(1, chain));
-        self.arrivals.push(Arrival { live, places: self.path.clone(), lots, disorder, hash, outline });
+        self.arrivals.push(Arrival { live, places: self.path.clone(), lots, disorder, hash });
     }
 }
 

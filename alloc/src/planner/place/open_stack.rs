@@ -26,8 +26,8 @@ use crate::planner::decompose::timeline::Timeline;
 use crate::planner::mix::mix;
 use crate::planner::solve::Solver;
 
-/// Number of attempts of one kind. Attempts of one kind differ in how many places a leap may try, and in whether a
-/// large item may split a free range.
+/// Number of attempts of one kind. Attempts of one kind differ in how many places a leap may try, and in the order of
+/// equally good layouts.
 const KIND: u64 = 6;
 
 /// Number of all attempts. One kind starts from the first of the fullest cliques and one from the last. Then both kinds
@@ -253,8 +253,7 @@ impl<'s> HalfSearch<'s> {
     }
 
     /// Leaps from a milestone to the next. Returns the layouts that are kept at the next milestone; the sweep goes on
-    /// from the first of these layouts. Layouts that differ only in small items fail for the same reason. So the best
-    /// layout of each order of large items comes first, and the other layouts follow if there is room for them.
+    /// from the first of these layouts.
     fn pass(&self, here: &MilestoneLayouts, failed: u32, history: &mut Vec<Entry>, budget: &mut Budget) -> Vec<Layout> {
         let from = here.passed.checked_sub(1).map_or(self.peak, |k| self.milestones[k]);
         let width = WIDTH << (failed + self.effort());
@@ -264,14 +263,11 @@ impl<'s> HalfSearch<'s> {
             arrivals.extend(leap.from(&layout.live, &layout.lots, budget).into_iter().map(|arrival| (parent, arrival)));
         }
         sort_by_key(&mut arrivals, |(_, arrival)| (arrival.disorder, mix(arrival.hash, self.number)));
-        let (mut hashes, mut outlines) = (HashSet::new(), HashSet::new());
+        let mut hashes = HashSet::new();
         arrivals.retain(|(_, arrival)| hashes.insert(arrival.hash));
-        let (mut kept, others): (Vec<_>, Vec<_>) =
-            arrivals.into_iter().partition(|(_, arrival)| outlines.insert(arrival.outline));
-        kept.extend(others);
-        let most = SLABS / kept.first().map_or(1, |(_, arrival)| arrival.live.len().max(1));
-        kept.truncate((KEPT.0 * width).min(KEPT.1).min(most).max(1));
-        let layouts = kept.into_iter().map(|(parent, arrival)| {
+        let most = SLABS / arrivals.first().map_or(1, |(_, arrival)| arrival.live.len().max(1));
+        arrivals.truncate((KEPT.0 * width).min(KEPT.1).min(most).max(1));
+        let layouts = arrivals.into_iter().map(|(parent, arrival)| {
             let mut node = here.layouts[parent].node;
             for (i, at) in arrival.places {
                 history.push((node, i, at));

@@ -49,7 +49,7 @@ impl Occupied {
     /// room for the item. The budget pays for the ranges and nodes looked at.
     pub fn lowest(&mut self, item: Item, budget: &mut Budget) -> Option<u64> {
         let taken = self.taken(item, budget);
-        lowest_gap(taken, item.bytes, item.alignment)
+        lowest_gap(taken.iter().copied(), item.bytes, item.alignment)
     }
 
     /// Returns the ranges taken in any of the item's cliques, ascending by their first byte. The ranges may overlap.

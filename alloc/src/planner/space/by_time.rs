@@ -89,26 +89,20 @@ impl ByTime {
         cost
     }
 
-    /// Replaces the contents of `met` by the items that share a clique with `item`, as several runs that each ascend by
-    /// address. Returns the number of items looked at.
-    pub fn beside(&self, item: Item, met: &mut Vec<Rectangle>) -> u64 {
-        met.clear();
+    /// Calls `meet` with the items that share a clique with `item`. Returns the number of items looked at.
+    pub fn beside(&self, item: Item, mut meet: impl FnMut(&Rectangle)) -> u64 {
         let (first, last) = self.slices(item);
         let leaf = self.crossing.len() / 2 + first;
         let way_up = std::iter::successors(Some(leaf), |&node| (node > 1).then_some(node / 2));
         let mut looked = 0;
         for list in way_up.map(|node| &self.crossing[node]).chain([&self.born[first]]) {
             looked += 1 + list.len() as u64;
-            met.extend(list.iter().filter(|other| item.meets(other.start..other.end)));
+            list.iter().filter(|other| item.meets(other.start..other.end)).for_each(&mut meet);
         }
         for slice in first + 1..=last {
             let list = &self.born[slice];
             looked += 1 + list.len() as u64;
-            if slice < last {
-                met.extend_from_slice(list);
-            } else {
-                met.extend(list.iter().filter(|other| other.start < item.end));
-            }
+            list.iter().filter(|other| slice < last || other.start < item.end).for_each(&mut meet);
         }
         looked
     }
@@ -166,9 +160,8 @@ mod tests {
                 index.remove(i as u32, items[i], at);
             }
             let asked = item(asked.0, asked.1);
-            let mut met = Vec::new();
-            index.beside(asked, &mut met);
-            let mut found: Vec<u32> = met.iter().map(|other| other.item).collect();
+            let mut found = Vec::new();
+            index.beside(asked, |other| found.push(other.item));
             found.sort_unstable();
             let stays = |&i: &u32| !placed[i as usize].3 && items[i as usize].meets(asked.start..asked.end);
             prop_assert_eq!(found, (0..placed.len() as u32).filter(stays).collect::<Vec<_>>());

@@ -20,7 +20,7 @@ use crate::order::sort_by_key;
 use crate::planner::budget::Budget;
 use crate::planner::decompose::parts::{Item, Part, Placement};
 use crate::planner::mix::mix;
-use crate::planner::space::by_time::{ByTime, Rectangle};
+use crate::planner::space::by_time::ByTime;
 use crate::planner::space::lowest_gap;
 
 /// Steps without a lighter pool after which the search goes back to the state with the lightest pool.
@@ -68,7 +68,8 @@ pub(crate) struct Ejection<'p> {
     moved: Vec<u32>,
     steps: u64,
     since_lightest: u32,
-    met: Vec<Rectangle>,
+    /// Items that the current step ejects.
+    ejected: Vec<u32>,
     obstacles: Obstacles,
 }
 
@@ -110,7 +111,7 @@ impl<'p> Ejection<'p> {
             moved: Vec::new(),
             steps: 0,
             since_lightest: 0,
-            met: Vec::new(),
+            ejected: Vec::new(),
             obstacles: Obstacles::default(),
         };
         ejection.fill_up(budget);
@@ -177,12 +178,11 @@ impl<'p> Ejection<'p> {
         self.since_lightest += 1;
         let i = self.pool[chosen];
         let item = self.part.items[i as usize];
-        let looked = self.index.beside(item, &mut self.met);
-        self.obstacles.fill(&self.met, &self.price);
+        let (looked, met) = self.meet(item);
         // Thousands of ranges take more time for each, since they leave the processor's cache.
         let ranges = self.obstacles.ranges.len() as u64;
         let per_range = u64::from((ranges + 1).ilog2()).saturating_sub(10).max(2);
-        budget.spend(WORK_PER_STEP + (looked + 2 * self.met.len() as u64) / 8 + per_range * ranges);
+        budget.spend(WORK_PER_STEP + (looked + 2 * met) / 8 + per_range * ranges);
         let random = mix(self.steps, u64::MAX);
         let Some(choice) = self.obstacles.cheapest(item.bytes, item.alignment, self.ceiling, random) else {
             return false;
@@ -193,19 +193,35 @@ impl<'p> Ejection<'p> {
             let (price, weight) = (&mut self.price[i as usize], self.weight[i as usize]);
             *price = (*price + weight).min(weight * MAX_FAILURES);
             let (from, to) = (choice.at, choice.at + item.bytes);
-            let met = std::mem::take(&mut self.met);
-            for other in met.iter().filter(|other| other.from < to && from < other.to) {
-                self.take_away(other.item, budget);
-            }
-            self.met = met;
+            let mut ejected = std::mem::take(&mut self.ejected);
+            self.index.beside(item, |other| {
+                if other.from < to && from < other.to {
+                    ejected.push(other.item);
+                }
+            });
+            ejected.drain(..).for_each(|other| self.take_away(other, budget));
+            self.ejected = ejected;
         }
         self.put(i, choice.at, budget);
         true
     }
 
+    /// Collects the ranges of the items that share a clique with `item`. Returns the number of items looked at, and the
+    /// number of those that share a clique.
+    fn meet(&mut self, item: Item) -> (u64, u64) {
+        let Self { part, places, index, obstacles, price, .. } = self;
+        obstacles.refresh(&part.items, places);
+        let mut met = 0;
+        let looked = index.beside(item, |other| {
+            met += 1;
+            obstacles.add(other, price[other.item as usize]);
+        });
+        obstacles.sort();
+        (looked, met)
+    }
+
     fn put(&mut self, i: u32, at: u64, budget: &mut Budget) {
-        self.places[i as usize] = Some(at);
-        budget.spend(self.index.insert(i, self.part.items[i as usize], at));
+        self.change(i, Some(at), budget);
         self.moved.push(i);
     }
 
@@ -250,6 +266,7 @@ impl<'p> Ejection<'p> {
         }
         if let Some(at) = place {
             budget.spend(self.index.insert(i, item, at));
+            self.obstacles.put(i, at, at + item.bytes);
         }
         self.places[i as usize] = place;
     }
@@ -285,23 +302,19 @@ impl<'p> Ejection<'p> {
             false => u64::MAX,
         };
         sort_by_key(&mut missing, |&i| (Reverse((items[i as usize].cliques(), items[i as usize].bytes)), i));
-        let mut taken = Vec::new();
         let mut sorted = 0;
         for i in missing {
             if sorted > most {
                 return;
             }
             let item = items[i as usize];
-            let looked = self.index.beside(item, &mut self.met);
+            let (looked, _) = self.meet(item);
             budget.spend(looked / 4);
             // If there are many items, sorting them takes most of the time.
             sorted += looked / 4 * (1 + looked / 1024);
-            self.obstacles.gather(&self.met, &self.price);
-            taken.clear();
-            taken.extend(self.obstacles.ranges.iter().map(|&(from, to, _)| (from, to)));
-            taken.sort_unstable();
+            let taken = self.obstacles.ranges.iter().map(|&(from, to, _)| (from, to));
             // An item finds no place only if it would leave the address space.
-            if let Some(at) = lowest_gap(&taken, item.bytes, item.alignment) {
+            if let Some(at) = lowest_gap(taken, item.bytes, item.alignment) {
                 self.put(i, at, budget);
             }
         }

@@ -6,12 +6,15 @@
 
 use std::cmp::Reverse;
 use std::collections::HashSet;
+use std::ops::Range;
 
+use super::spans::Spans;
 use super::state::State;
 use crate::order::sort_by_key;
 use crate::planner::budget::Budget;
 use crate::planner::decompose::parts::Part;
 use crate::planner::mix::mix128;
+use crate::planner::space::aligned;
 
 /// Visits charged for each branch, in addition to those counted.
 const VISITS_PER_BRANCH: u64 = 200;
@@ -58,14 +61,20 @@ pub(super) struct Search<'p> {
     pub left: u64,
     pub depth: u32,
     deadline: Budget,
-    scratch: Vec<u64>,
+    /// Tables that are filled where they are needed; kept here so that their memory is reused.
+    floors: Spans,
+    places: Spans,
+    ends: Vec<u32>,
+    count: Vec<i64>,
 }
 
 impl<'p> Search<'p> {
     /// Creates a search. Returns `None` if more bytes than the capacity are alive in some clique.
     pub fn new(part: &'p Part, capacity: u64, deadline: Budget) -> Option<Self> {
+        let longest = part.items.iter().map(|item| item.cliques()).max().unwrap_or(1);
+        let table = Spans::new(part.cliques, longest);
         Some(Self {
-            state: State::new(part, capacity)?,
+            state: State::new(part, capacity, &table)?,
             rank: Rank::Longest,
             seed: 0,
             conflicts: vec![0; part.cliques as usize],
@@ -73,7 +82,10 @@ impl<'p> Search<'p> {
             left: 0,
             depth: 0,
             deadline,
-            scratch: Vec::new(),
+            floors: table.clone(),
+            places: table,
+            ends: vec![0; part.cliques as usize],
+            count: Vec::new(),
         })
     }
 
@@ -118,9 +130,10 @@ impl<'p> Search<'p> {
         if self.failed.contains(&hash) {
             return Outcome::Failed;
         }
-        let Some(BranchPoint { clique, gap, mut candidates }) = self.most_contended(from, to) else {
+        let Some(BranchPoint { clique, gap, valley }) = self.most_contended(from, to) else {
             return Outcome::Failed;
         };
+        let mut candidates: Vec<u32> = self.state.fitting(valley, clique..clique + 1).collect();
         self.sort(&mut candidates);
         let mark = self.state.trail.len();
         let mut previous = None;
@@ -154,73 +167,83 @@ impl<'p> Search<'p> {
     /// Raises each floor to the lowest place that any remaining item could have there, until no floor changes. Also
     /// records the lowest place of each remaining item. Returns false if some item no longer fits.
     fn lift(&mut self, from: u32, to: u32) -> bool {
-        let mut scratch = std::mem::take(&mut self.scratch);
-        let fits = loop {
-            scratch.clear();
-            scratch.resize((to - from) as usize, u64::MAX);
-            let mut work = 0;
-            let mut dead_end = None;
-            for i in self.state.starts[from as usize]..self.state.starts[to as usize] {
-                if self.state.placed[i as usize] {
+        let Self { state, floors, places, conflicts, left, .. } = self;
+        // From the second round on, floors stay as they are if no place has changed.
+        let mut is_first = true;
+        loop {
+            floors.read(&state.floor, from, to);
+            places.clear(from, to);
+            let (mut work, mut changed, mut dead_end) = (0, is_first, None);
+            for i in state.starts[from as usize] as usize..state.starts[to as usize] as usize {
+                if state.placed[i] {
                     continue;
                 }
-                let item = self.state.items[i as usize];
-                let span = item.start as usize..item.end as usize;
-                work += span.len() as u64;
-                let floor = self.state.floor[span.clone()].iter().copied().max().unwrap_or(0);
-                let at = match self.state.pin(i) {
-                    Some(pin) if pin >= floor => Some(pin),
-                    Some(_) => None,
-                    None if item.alignment == 1 => Some(floor),
-                    None => floor.checked_next_multiple_of(item.alignment),
-                };
-                let Some(at) = at.filter(|at| at.checked_add(item.bytes).is_some_and(|end| end <= self.state.capacity))
-                else {
-                    dead_end = Some(item.start);
+                let item = state.reach[i];
+                work += u64::from(item.cliques);
+                let at = aligned(floors.max(item.runs).max(item.least), item.alignment);
+                let Some(at) = at.filter(|at| *at <= item.top) else {
+                    dead_end = Some(state.items[i].start);
                     break;
                 };
-                self.state.lowest[i as usize] = at;
-                scratch[span.start - from as usize..span.end - from as usize].iter_mut().for_each(|l| *l = at.min(*l));
+                changed |= at != state.lowest[i];
+                state.lowest[i] = at;
+                places.lower(item.runs, at);
             }
-            self.left = self.left.saturating_sub(1 + work);
-            if let Some(clique) = dead_end {
-                self.conflicts[clique as usize] += 1;
-                break false;
-            }
-            let mut changed = false;
-            let mut full = None;
-            for (k, &low) in (from..to).zip(&scratch) {
-                if low != u64::MAX && low > self.state.floor[k as usize] {
-                    self.state.raise(k, low);
-                    changed = true;
-                    if self.state.rest[k as usize] > self.state.capacity - low {
-                        full = Some(k);
-                        break;
+            *left = left.saturating_sub(1 + work);
+            if changed && dead_end.is_none() {
+                (is_first, changed) = (false, false);
+                places.minima(from, to);
+                for k in from..to {
+                    let low = places.minimum(k);
+                    if low != u64::MAX && low > state.floor[k as usize] {
+                        state.raise(k, low);
+                        changed = true;
+                        if state.rest[k as usize] > state.capacity - low {
+                            dead_end = Some(k);
+                            break;
+                        }
                     }
                 }
             }
-            if let Some(clique) = full {
-                self.conflicts[clique as usize] += 1;
-                break false;
+            if let Some(clique) = dead_end {
+                conflicts[clique as usize] += 1;
+                return false;
             }
             if !changed {
-                break true;
+                return true;
             }
-        };
-        self.scratch = scratch;
-        fits
+        }
     }
 
     /// Returns the clique with the fewest cases, weighted by the failures seen in each clique. Returns `None` if some
     /// clique has no case, so that the state has no plan.
     fn most_contended(&mut self, from: u32, to: u32) -> Option<BranchPoint> {
+        let Self { state, places, floors: tops, ends, .. } = self;
+        // For each clique, one past the last clique of the same run of equal floors.
+        ends[to as usize - 1] = to;
+        for k in (from as usize + 1..to as usize).rev() {
+            ends[k - 1] = if state.floor[k - 1] == state.floor[k] { ends[k] } else { k as u32 };
+        }
+        // Lowest places and tops of the items that fit into no run at its floor.
+        places.clear(from, to);
+        tops.clear(from, to);
+        for i in state.to_come(from, to) {
+            let (item, lowest) = (state.items[i as usize], state.lowest[i as usize]);
+            if lowest > state.floor[item.start as usize] || item.end > ends[item.start as usize] {
+                let runs = state.reach[i as usize].runs;
+                places.lower(runs, lowest);
+                tops.lower(runs, lowest + item.bytes);
+            }
+        }
+        places.minima(from, to);
+        tops.minima(from, to);
         let mut best: Option<(Score, BranchPoint)> = None;
         let mut k = from;
         // A higher floor acts as a wall. So do the ends of the piece, which no item crosses.
         let mut left_is_wall = true;
         while k < to {
             let floor = self.state.floor[k as usize];
-            let end = (k + 1..to).find(|&c| self.state.floor[c as usize] != floor).unwrap_or(to);
+            let end = self.ends[k as usize];
             let right_is_wall = end == to || self.state.floor[end as usize] > floor;
             if left_is_wall && right_is_wall && !self.valley(k, end, &mut best) {
                 return None;
@@ -228,64 +251,51 @@ impl<'p> Search<'p> {
             left_is_wall = end < to && self.state.floor[end as usize] < floor;
             k = end;
         }
-        best.map(|(_, place)| place)
+        best.map(|(_, point)| point)
     }
 
     /// Looks at every clique of the valley `[a, b)` and updates `best`. Returns false if one of these cliques has no
     /// case.
     fn valley(&mut self, a: u32, b: u32, best: &mut Option<(Score, BranchPoint)>) -> bool {
-        let floor = self.state.floor[a as usize];
-        let mut count = vec![0u32; (b - a) as usize];
-        let mut fitting: Vec<u32> = Vec::new();
-        let mut previous = None;
-        for i in self.state.to_come(a, b) {
-            let item = self.state.items[i as usize];
-            if item.end <= b && self.state.lowest[i as usize] == floor {
-                // Equal items are next to each other in the list, and are one case.
-                if previous != Some((item, self.state.pin(i))) {
-                    count[(item.start - a) as usize..(item.end - a) as usize].iter_mut().for_each(|c| *c += 1);
-                }
-                previous = Some((item, self.state.pin(i)));
-                fitting.push(i);
-            }
-        }
+        let Self { state, places, floors: tops, count, conflicts, left, .. } = self;
+        let floor = state.floor[a as usize];
         // If an item comes to rest in the valley but above its floor, it rests on an item that is still to be placed.
-        let mut least_top = u64::MAX;
-        for k in a..b {
-            for &i in &self.state.alive[k as usize] {
-                if !self.state.placed[i as usize] {
-                    least_top = least_top.min(self.state.lowest[i as usize] + self.state.items[i as usize].bytes);
-                }
+        let mut least_top = (a..b).map(|k| tops.minimum(k)).min().unwrap_or(u64::MAX);
+        // The change in the number of items that fit at the floor, from the clique before.
+        count.clear();
+        count.resize((b - a) as usize + 1, 0i64);
+        let mut previous = None;
+        for i in state.fitting(a..b, a..b) {
+            let item = state.items[i as usize];
+            // Equal items are next to each other in the list, and are one case.
+            if previous != Some((item, state.pin(i))) {
+                count[(item.start - a) as usize] += 1;
+                count[(item.end - a) as usize] -= 1;
             }
+            previous = Some((item, state.pin(i)));
+            least_top = least_top.min(floor + item.bytes);
         }
-        for k in a..b {
-            let list = &self.state.alive[k as usize];
-            self.left = self.left.saturating_sub(VISITS_PER_STATE * list.len() as u64);
-            if self.state.rest[k as usize] == 0 {
+        let mut fitting = 0;
+        for (k, more) in (a..b).zip(&*count) {
+            fitting += more;
+            *left = left.saturating_sub(VISITS_PER_STATE * u64::from(state.alive[k as usize]));
+            if state.rest[k as usize] == 0 {
                 continue;
             }
-            // The heights at which the next item could come to rest if no item does so at the floor.
-            let places = list.iter().filter(|&&i| !self.state.placed[i as usize]).map(|&i| {
-                match self.state.lowest[i as usize] {
-                    at if at == floor => least_top,
-                    at => at,
-                }
-            });
-            let next = places.min().unwrap_or(u64::MAX);
-            let gap = (next - floor <= self.state.slack(k)).then_some(next);
-            let cases = u64::from(count[(k - a) as usize]) + u64::from(gap.is_some());
+            // The height at which the next item could come to rest if no item does so at the floor.
+            let next = places.minimum(k).min(least_top);
+            let gap = (next - floor <= state.slack(k)).then_some(next);
+            let cases = fitting as u64 + u64::from(gap.is_some());
             if cases == 0 {
-                self.conflicts[k as usize] += 1;
+                conflicts[k as usize] += 1;
                 return false;
             }
             let score = match cases {
                 1 => (0, 0, 0),
-                _ => (cases * 1_000_000 / (u64::from(self.conflicts[k as usize]) + 10), self.state.slack(k), floor),
+                _ => (cases * 1_000_000 / (u64::from(conflicts[k as usize]) + 10), state.slack(k), floor),
             };
             if best.as_ref().is_none_or(|(lowest, _)| score < *lowest) {
-                let here = |i: &u32| self.state.items[*i as usize].start <= k && k < self.state.items[*i as usize].end;
-                let candidates = fitting.iter().copied().filter(here).collect();
-                *best = Some((score, BranchPoint { clique: k, gap, candidates }));
+                *best = Some((score, BranchPoint { clique: k, gap, valley: a..b }));
             }
             if cases == 1 {
                 break;
@@ -326,5 +336,6 @@ struct BranchPoint {
     clique: u32,
     /// The new floor if no item rests on the old one; `None` if that case is impossible.
     gap: Option<u64>,
-    candidates: Vec<u32>,
+    /// The valley of the clique.
+    valley: Range<u32>,
 }

@@ -19,6 +19,7 @@
 //! - of equal items only one is tried, and states that failed before (no-goods) are not entered again.
 
 mod branch;
+mod spans;
 mod state;
 
 use std::sync::atomic::{AtomicUsize, Ordering};

@@ -3,6 +3,9 @@
 //! In: items to put on the floor, and floors to raise. Out: the items that are settled, the remaining items, and the
 //! lowest place of each remaining item. Never: a choice between items.
 
+use std::ops::Range;
+
+use super::spans::{Runs, Spans};
 use crate::order::sort_by_key;
 use crate::planner::decompose::parts::{Item, Part};
 use crate::planner::decompose::timeline::Buckets;
@@ -18,8 +21,10 @@ pub(super) struct State<'p> {
     pub capacity: u64,
     /// For each clique, the index of the first item born in it or later.
     pub starts: Vec<u32>,
-    /// The items alive in each clique.
-    pub alive: Vec<Vec<u32>>,
+    /// Number of items alive in each clique.
+    pub alive: Vec<u32>,
+    /// For each item, the places at which it can come to rest.
+    pub reach: Vec<Reach>,
     pub floor: Vec<u64>,
     /// Bytes of the remaining items in each clique.
     pub rest: Vec<u64>,
@@ -31,6 +36,18 @@ pub(super) struct State<'p> {
     keys: Vec<u128>,
 }
 
+/// The places at which an item can come to rest.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Reach {
+    pub cliques: u32,
+    /// Its cliques in the tables of spans.
+    pub runs: Runs,
+    /// The lowest and the highest offset.
+    pub least: u64,
+    pub top: u64,
+    pub alignment: u64,
+}
+
 /// A change that can be undone.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Change {
@@ -40,18 +57,29 @@ pub(super) enum Change {
 
 impl<'p> State<'p> {
     /// Creates the state in which nothing is placed. Returns `None` if more bytes than the capacity are alive in some
-    /// clique.
-    pub fn new(part: &'p Part, capacity: u64) -> Option<Self> {
+    /// clique. `table` has the spans of the items.
+    pub fn new(part: &'p Part, capacity: u64, table: &Spans) -> Option<Self> {
         let rest = part.live();
         if rest.iter().any(|&bytes| bytes > capacity) {
             return None;
         }
-        let mut alive = vec![Vec::new(); part.cliques as usize];
-        for (i, item) in part.items.iter().enumerate() {
-            alive[item.start as usize..item.end as usize].iter_mut().for_each(|list| list.push(i as u32));
+        let mut alive = vec![0; part.cliques as usize];
+        for item in &part.items {
+            alive[item.start as usize..item.end as usize].iter_mut().for_each(|count| *count += 1);
         }
         let mut pins = vec![None; if part.pins.is_empty() { 0 } else { part.items.len() }];
         part.pins.iter().for_each(|&(i, at)| pins[i as usize] = Some(at));
+        let reach = part.items.iter().zip(0..).map(|(item, i)| {
+            let (pin, highest) = (pins.get(i).copied().flatten(), capacity - item.bytes);
+            Reach {
+                cliques: item.cliques(),
+                runs: table.runs(item.start, item.end),
+                least: pin.unwrap_or(0),
+                top: pin.map_or(highest, |pin| pin.min(highest)),
+                alignment: if pin.is_some() { 1 } else { item.alignment },
+            }
+        });
+        let reach = reach.collect();
         Some(Self {
             part,
             items: &part.items,
@@ -59,6 +87,7 @@ impl<'p> State<'p> {
             capacity,
             starts: Buckets::new(part.cliques + 1, part.items.iter().map(|item| item.start)).starts,
             alive,
+            reach,
             floor: vec![0; part.cliques as usize],
             rest,
             offsets: vec![0; part.items.len()],
@@ -77,6 +106,15 @@ impl<'p> State<'p> {
     /// The remaining items that start within cliques `[from, to)`.
     pub fn to_come(&self, from: u32, to: u32) -> impl Iterator<Item = u32> + '_ {
         (self.starts[from as usize]..self.starts[to as usize]).filter(|&i| !self.placed[i as usize])
+    }
+
+    /// The remaining items that fit into a valley at its floor and are alive in any of `cliques`, which belong to it.
+    pub fn fitting(&self, valley: Range<u32>, cliques: Range<u32>) -> impl Iterator<Item = u32> + '_ {
+        let floor = self.floor[valley.start as usize];
+        self.to_come(valley.start, cliques.end).filter(move |&i| {
+            let item = self.items[i as usize];
+            item.end <= valley.end && item.end > cliques.start && self.lowest[i as usize] == floor
+        })
     }
 
     /// Cuts `[from, to)` wherever no remaining item crosses, and returns the pieces, the one with the least slack
