@@ -194,6 +194,15 @@ impl LlamaConfig {
         let numbers = optional.into_iter().filter_map(|(name, number)| Some((name, number?)));
         numbers.fold(checked, |checked, (name, number)| checked.positive(name, number)).done()?;
         self.traits.check(self.width_of_head())?;
+        let fail = |why: &str, remedy| Err(Error::config("model", why, remedy));
+        if self.offset_norms
+            && matches!(self.traits.norm, NormKind::LayerNoWeight | NormKind::LayerNoBias | NormKind::RmsNoWeight)
+        {
+            return fail("offset_norms has no effect on this norm", "leave offset_norms out");
+        }
+        if self.traits.backwards && self.qk_norm == QkNorm::Rotated {
+            return fail("norms of rotated heads know no backwards rotation", "leave one of the two out");
+        }
         let has_own = self.traits.dynamic_rope.is_some() || self.traits.long_rope.is_some();
         if has_own && self.rope_scaling != RopeScaling::None {
             let why = "rope_scaling has no effect beside dynamic_rope or long_rope".to_owned();

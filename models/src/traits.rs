@@ -53,7 +53,7 @@ pub struct Traits {
     pub embedding_scale: f64,
     /// The factor of the output of each attention and each feed-forward layer (Granite).
     pub residual_scale: f64,
-    /// The factor of the logits (Cohere, Granite).
+    /// The factor of the logits, before a bias of the head is added (Cohere, Granite).
     pub logit_scale: f64,
     /// Other names of the modules in parameters' names: `self_attn` = "attention".
     pub names: BTreeMap<String, String>,
@@ -254,6 +254,9 @@ impl Traits {
             .extent("query_growth.length", self.query_growth.as_ref().map_or(1, |it| it.length), usize::MAX)
             .done()?;
         let fail = |why: String, remedy| Err(Error::config("model", why, remedy));
+        if self.backwards && self.neighbours {
+            return fail("backwards rotations pair no neighbours".to_owned(), "leave one of the traits out");
+        }
         if let Some(LongRope { short, long, .. }) = &self.long_rope
             && [short, long]
                 .iter()

@@ -52,6 +52,27 @@ fn parameters_are_counted() {
     }
 }
 
+/// A null stands for what transformers computes from it, not for the default of a missing option.
+#[test]
+fn nulls_are_not_missing_options() {
+    let llama = |model_type: &str, changes: Value| {
+        let config = read(&with(model_type, &changes)).unwrap_or_else(|error| panic!("{error}"));
+        match config.architecture() {
+            Architecture::Llama(config) => config.clone(),
+            other => panic!("{other:?}"),
+        }
+    };
+    for family in ["internlm3", "iquestcoder"] {
+        assert_eq!(llama(family, json!({})).head_size, Some(128), "{family}");
+        assert_eq!(llama(family, json!({ "head_dim": null })).head_size, Some(4), "{family}");
+    }
+    for changes in [json!({}), json!({ "attention_multiplier": null })] {
+        assert_eq!(llama("hyperclovax", changes).query_scale.map(f64::round), Some(4.0));
+    }
+    let changes = json!({ "attention_multiplier": null });
+    assert!(read(&with("granite", &changes)).unwrap_err().contains("attention_multiplier"));
+}
+
 #[test]
 fn what_is_not_supported_is_named() {
     let check = |model_type: &str, changes: Value, words: &[&str]| {

@@ -78,7 +78,7 @@ pub(super) fn qwen3(fields: &mut Fields, llama: LlamaConfig, _: &Family) -> MoeC
 pub(super) fn prepare_minimax(fields: &mut Fields, _: &mut Family) {
     let size = fields.peek("head_dim").and_then(Value::as_f64).unwrap_or(128.0);
     if let Some(rotated) = fields.take("rotary_dim").and_then(|size| size.as_f64()) {
-        fields.set("partial_rotary_factor", (rotated / size).into());
+        fields.set("partial_rotary_factor", ((rotated + 0.5) / size).into());
     }
     fields.require("use_routing_bias", true);
     fields.require("scoring_func", "sigmoid");
@@ -401,8 +401,10 @@ pub(super) fn prepare_granite_hybrid(fields: &mut Fields, family: &mut Family) {
     const KINDS: &str = "attention in all layers; state-space layers are not supported";
     for option in ["layer_types", "layers_block_type"] {
         let is_attention = |kind: &Value| kind == "attention" || kind == FULL;
+        let layers = fields.peek("num_hidden_layers").and_then(Value::as_u64);
+        let are_all = |all: &Vec<Value>| Some(all.len() as u64) == layers && all.iter().all(is_attention);
         match fields.take(option) {
-            Some(types) if !types.as_array().is_some_and(|all| all.iter().all(is_attention)) => {
+            Some(types) if !types.as_array().is_some_and(are_all) => {
                 fields.unsupported(option, &types, KINDS);
             }
             None if option == "layer_types" && fields.peek("layers_block_type").is_none() => {

@@ -714,12 +714,10 @@ pub(super) const FAMILIES: &[Family] = &[
         name: "olmo",
         biases: [ATTENTION_BIAS, ATTENTION_BIAS, Bias::Never],
         norm: NormKind::LayerNoWeight,
+        eps: ("layer_norm_eps", 1e-5),
         padding: Some(1),
-        prepare: |fields, family| {
-            // The epsilon is not an option.
-            ["rms_norm_eps", "layer_norm_eps"].iter().for_each(|name| fields.require(name, 1e-5));
-            family.eps = ("layer_norm_eps", 1e-5);
-        },
+        // The epsilon is not an option.
+        prepare: |fields, _| ["rms_norm_eps", "layer_norm_eps"].iter().for_each(|name| fields.require(name, 1e-5)),
         finish: |fields, config| config.traits.qkv_clip = fields.optional_positive("clip_qkv"),
         ..LLAMA
     },
@@ -749,7 +747,9 @@ pub(super) const FAMILIES: &[Family] = &[
         },
         finish: |fields, config| {
             let size = config.head_size.unwrap_or(1) as f64;
-            fields.default("attention_multiplier", size.sqrt().recip().into());
+            if fields.peek("attention_multiplier").is_none() {
+                fields.set("attention_multiplier", size.sqrt().recip().into());
+            }
             multipliers(fields, config);
             // The logits are multiplied by `logits_scaling`, not divided.
             config.traits.logit_scale = config.traits.logit_scale.recip();
@@ -1090,7 +1090,7 @@ fn prepare_gptj(fields: &mut Fields, _: &mut Family) {
     fields.ignore(&["rope_theta", "rotary"]);
     fields.require_off(&["rope_parameters", "rope_scaling", "partial_rotary_factor", "num_key_value_heads"]);
     let rotated = fields.count("rotary_dim", Some(64), 1..=1 << 16) as f64;
-    fields.default("partial_rotary_factor", (rotated * heads as f64 / width.max(1) as f64).into());
+    fields.default("partial_rotary_factor", ((rotated + 0.5) * heads as f64 / width.max(1) as f64).into());
     fields.require("scale_attn_weights", true);
 }
 
@@ -1114,6 +1114,10 @@ fn gemma2(fields: &mut Fields, config: &mut LlamaConfig, [scores, logits]: [Opti
 
 /// Reads the factors of Granite.
 fn multipliers(fields: &mut Fields, config: &mut LlamaConfig) {
+    // Without a factor, the scores are divided by the root of a head's size.
+    if fields.has("attention_multiplier") && fields.peek("attention_multiplier").is_none() {
+        fields.unsupported("attention_multiplier", &serde_json::Value::Null, "a number");
+    }
     config.traits.embedding_scale = fields.positive("embedding_multiplier", Some(1.0));
     config.traits.residual_scale = fields.positive("residual_multiplier", Some(1.0));
     config.traits.logit_scale = 1.0 / fields.positive("logits_scaling", Some(1.0));

@@ -139,7 +139,7 @@ impl Family {
         match self.experts {
             None => Architecture::Llama(llama),
             Some(_) if llama.activation != GateActivation::Silu => {
-                fields.unsupported("hidden_act", &"another function".into(), "silu, for experts");
+                fields.unsupported("hidden_act", &"another function".into(), "silu");
                 Architecture::Llama(llama)
             }
             Some(experts) => Architecture::Moe(experts(fields, llama, &self)),
@@ -207,8 +207,11 @@ impl Family {
     fn head_size(&self, fields: &mut Fields, config: &LlamaConfig) -> usize {
         let &LlamaConfig { width, heads, .. } = config;
         let has = fields.has("head_dim");
+        let is_null = has && fields.peek("head_dim").is_none();
         let given = has.then(|| fields.count("head_dim", Some(0), 0..=1 << 16)).filter(|size| *size > 0);
-        let Some(size) = given.or(self.head_size) else {
+        // A null is the width divided by the heads, as no option is in most families.
+        let default = self.head_size.filter(|_| !is_null);
+        let Some(size) = given.or(default) else {
             if !width.is_multiple_of(heads) {
                 fields.wrong("num_attention_heads", &heads.into(), &format!("a divisor of hidden_size, {width}"));
             }

@@ -159,8 +159,9 @@ impl NewFolder {
         if self.config.tied_to().is_some() {
             origins.remove(&self.config.head());
         }
-        // The biases of DeepSeek's routers choose experts, and are f32 in every file.
-        let dtype = |name: &str| if name.ends_with("e_score_correction_bias") { Dtype::F32 } else { dtype };
+        // The biases that choose experts are f32 in every file.
+        let is_choice = |name: &str| name.ends_with("e_score_correction_bias") || name.ends_with("expert_bias");
+        let dtype = |name: &str| if is_choice(name) { Dtype::F32 } else { dtype };
         let tensors = origins.iter().map(|(name, parts)| (name.as_str(), dtype(name), &parts[0].2.shape[..])).collect();
         write_file(path, tensors, None, &mut |name, dtype, write| {
             write_parts(trainer, dtype, &origins[name], write, path)

@@ -67,7 +67,7 @@ const LARGE: u64 = 3;
 /// Disorder that each free range adds.
 const RANGE: u64 = 80;
 
-/// Added to the rank of a place that leaves the rest of its range.
+/// Added to the rank of a place that does not fill its free range.
 const ASIDE: u64 = 10;
 
 /// Added to the rank of a lot that is taken over by an item which dies before the milestone.

@@ -179,7 +179,7 @@ impl PartLayout {
 
     /// Returns the address of a part's first float, in scratch whose pieces have the sizes of [`Self::bytes`].
     pub fn start(&self, scratch: &Scratch<'_>, part: usize) -> *mut f32 {
-        debug_assert!(part < self.count, "part {part} of {self:?}");
+        assert!(part < self.count, "part {part} of {self:?}");
         let within = part & ((1 << self.shift) - 1);
         scratch.address(self.first + (part >> self.shift)).cast::<f32>().wrapping_add(within * self.len)
     }

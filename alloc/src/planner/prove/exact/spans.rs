@@ -96,7 +96,7 @@ mod tests {
     generated! {
         /// Compared with one clique after another.
         #[test]
-        fn spans_are_the_sums_of_their_cliques(
+        fn spans_have_the_maxima_and_minima_of_their_cliques(
             values in prop::collection::vec(any::<u64>(), 1..40),
             spans in prop::collection::vec((0..40u32, 1..40u32, any::<u64>()), 1..20),
         ) {
