@@ -79,11 +79,12 @@ pub(super) fn evaluate_together(
             Collective::ReduceScatter { .. } => {
                 let sum = sum();
                 let part = sum.data.len() / ranks;
-                sum.data.chunks(part).map(|part| Array::new(&[part.len()], part.to_vec())).collect()
+                let dims = if sum.dims.first() == Some(&ranks) { &sum.dims[1..] } else { &[part][..] };
+                sum.data.chunks(part).map(|part| Array::new(dims, part.to_vec())).collect()
             }
             Collective::AllGather { .. } => {
                 let all: Vec<f64> = inputs.iter().flat_map(|input| input.data.clone()).collect();
-                vec![Array::new(&[all.len()], all); ranks]
+                vec![Array::new(&[&[ranks], &inputs[0].dims[..]].concat(), all); ranks]
             }
             other => panic!("{other:?} is not used"),
         };
