@@ -24,14 +24,14 @@ pub enum Collective {
         /// The axes of the group.
         axes: Axes,
     },
-    /// Sum of floats of which each rank keeps its own part: [ranks, ..] → [..], or ranks · n elements of another shape → [n].
+    /// Sum of floats of which each rank keeps its own part: `[ranks, ..]` → `[..]`, or ranks · n elements of another shape → `[n]`.
     ReduceScatter {
         /// The axes of the group.
         axes: Axes,
         /// Number of ranks.
         ranks: usize,
     },
-    /// The parts of all ranks, one after another: [..] → [ranks, ..].
+    /// The parts of all ranks, one after another: `[..]` → `[ranks, ..]`.
     AllGather {
         /// The axes of the group.
         axes: Axes,
