@@ -262,44 +262,47 @@ pub(super) fn glm4_lite(fields: &mut Fields, llama: LlamaConfig, family: &Family
     let sizes = LatentConfig { query_rank: Some(768), plain_size: 192, value_size: 256, ..LatentConfig::default() };
     let latent = latent(fields, &sizes);
     let llama = latent_llama(fields, llama, &latent, family);
-    let typed = dense_types(fields, llama.layers);
-    // transformers does not read this option.
-    fields.require("first_k_dense_replace", typed.as_ref().map_or(1, Vec::len));
     let defaults = DeepSeek { experts: Some(64), top_k: Some(4), hidden: 1536, scale: 1.8, ..GLM4 };
-    let moe = sigmoid_experts(fields, llama, &defaults);
-    MoeConfig { latent: Some(latent), dense_layers: typed.unwrap_or(moe.dense_layers), ..moe }
+    MoeConfig { latent: Some(latent), ..typed_experts(fields, llama, &defaults, true) }
+}
+
+/// Gives DeepSeek's names to the numbers of experts.
+fn rename_numbers(fields: &mut Fields) {
+    fields.rename("num_experts", "n_routed_experts");
+    fields.rename("num_shared_experts", "n_shared_experts");
+}
+
+/// Reads the options of experts, and the layers without experts by type. If the file has no types, `first_k_dense_replace`
+/// decides, unless transformers `ignores_first`, so that it must agree.
+fn typed_experts(fields: &mut Fields, llama: LlamaConfig, defaults: &DeepSeek, ignores_first: bool) -> MoeConfig {
+    let typed = dense_types(fields, llama.layers);
+    if ignores_first {
+        fields.require("first_k_dense_replace", typed.as_ref().map_or(1, Vec::len));
+    }
+    let moe = sigmoid_experts(fields, llama, defaults);
+    MoeConfig { dense_layers: typed.unwrap_or(moe.dense_layers), ..moe }
 }
 
 /// Reads the options of K-EXAONE's experts.
 pub(super) fn exaone(fields: &mut Fields, llama: LlamaConfig, _: &Family) -> MoeConfig {
-    fields.rename("num_experts", "n_routed_experts");
-    fields.rename("num_shared_experts", "n_shared_experts");
-    let typed = dense_types(fields, llama.layers);
-    let defaults = DeepSeek { experts: Some(64), hidden: 1024, scale: 2.5, ..GLM4 };
-    let moe = sigmoid_experts(fields, llama, &defaults);
-    MoeConfig { dense_layers: typed.unwrap_or(moe.dense_layers), ..moe }
+    rename_numbers(fields);
+    typed_experts(fields, llama, &DeepSeek { experts: Some(64), hidden: 1024, scale: 2.5, ..GLM4 }, false)
 }
 
 /// Reads the options of Hunyuan 3's experts, which have no groups.
 pub(super) fn hunyuan_v3(fields: &mut Fields, llama: LlamaConfig, _: &Family) -> MoeConfig {
-    fields.rename("num_experts", "n_routed_experts");
-    fields.rename("num_shared_experts", "n_shared_experts");
+    rename_numbers(fields);
     fields.rename("router_scaling_factor", "routed_scaling_factor");
     ["n_group", "topk_group"].iter().for_each(|name| fields.require(name, 1));
     fields.require("norm_topk_prob", true);
     // The type in which the outputs of experts are added.
     fields.ignore(&["enable_moe_fp32_combine"]);
-    let typed = dense_types(fields, llama.layers);
-    fields.require("first_k_dense_replace", typed.as_ref().map_or(1, Vec::len));
-    let defaults = DeepSeek { experts: Some(192), hidden: 1536, scale: 2.826, ..GLM4 };
-    let moe = sigmoid_experts(fields, llama, &defaults);
-    MoeConfig { dense_layers: typed.unwrap_or(moe.dense_layers), ..moe }
+    typed_experts(fields, llama, &DeepSeek { experts: Some(192), hidden: 1536, scale: 2.826, ..GLM4 }, true)
 }
 
 /// Reads the options of Arcee Trinity's experts.
 pub(super) fn afmoe(fields: &mut Fields, llama: LlamaConfig, _: &Family) -> MoeConfig {
-    fields.rename("num_experts", "n_routed_experts");
-    fields.rename("num_shared_experts", "n_shared_experts");
+    rename_numbers(fields);
     fields.rename("num_dense_layers", "first_k_dense_replace");
     fields.rename("route_scale", "routed_scaling_factor");
     // Options of the program that trained the models. Of each, only the value of the family is supported.
