@@ -605,7 +605,7 @@ impl<'a> Pass<'a> {
             (false, Some(places)) => {
                 let dim = places.dim;
                 let forward = self.swap_forward(summand, dim, like)?;
-                (self.in_order_of_ranks(forward, &places.swapped(self.forward(dim)), like)?, dim)
+                (self.in_order_of_ranks(forward, &places.swapped(self.forward(dim, window.dims().len())), like)?, dim)
             }
             (false, None) => {
                 self.all_reduce(id, like)?;
@@ -618,7 +618,8 @@ impl<'a> Pass<'a> {
         let Sharing { axes, ranks, .. } = self.sharing;
         let part = self.apply(like, Arc::new(Collective::ReduceScatter { axes, ranks }), &[summand])?;
         let mut dims = window.dims();
-        dims.swap(dim, self.forward(dim));
+        let to = self.forward(dim, dims.len());
+        dims.swap(dim, to);
         let part = self.apply(like, Arc::new(Reshape { shape: dims.into() }), &part)?[0];
         let part = self.swap_forward(part, dim, like)?;
         self.states.insert(id, State::part(part, Some(rows)));
@@ -663,9 +664,10 @@ impl<'a> Pass<'a> {
 
     /// Returns a value with this dimension in the second place, behind the batch, if tokens lie along it. A second call moves it
     /// back. The rows of [`Self::pick`] then consist of all dimensions but the batch, and tensor ranks can still divide them:
-    /// the heads of keys [batch, heads, tokens, size], for example.
+    /// the heads of keys [batch, heads, tokens, size], for example. If tensor ranks divide the last dimension, as that of
+    /// logits, it is moved to the front, because rows would be single elements.
     fn swap_forward(&mut self, value: ValueId, dim: usize, like: &Node) -> Result<ValueId> {
-        let to = self.forward(dim);
+        let to = self.forward(dim, self.new.value(value).spec.dims().len());
         if dim == to {
             return Ok(value);
         }
@@ -673,8 +675,12 @@ impl<'a> Pass<'a> {
     }
 
     /// The dimension to which [`Self::swap_forward`] moves one.
-    fn forward(&self, dim: usize) -> usize {
-        if self.sharing.divides_tokens() { dim.min(1) } else { dim }
+    fn forward(&self, dim: usize, dims: usize) -> usize {
+        match self.sharing.divides_tokens() {
+            true => dim.min(1),
+            false if dim + 1 == dims => 0,
+            false => dim,
+        }
     }
 
     /// Returns these rows of `width` elements of a value, as a tensor of extents `dims`.
@@ -687,6 +693,9 @@ impl<'a> Pass<'a> {
         like: &Node,
     ) -> Result<ValueId> {
         let all = self.new.value(value).spec.elements() / width;
+        if rows.iter().copied().eq(0..all) {
+            return Ok(self.apply(like, Arc::new(Reshape { shape: dims.into() }), &[value])?[0]);
+        }
         let table = self.apply(like, Arc::new(Reshape { shape: (all, width).into() }), &[value])?[0];
         let ids = match self.picked.iter().find(|(known, _)| *known == rows) {
             Some(&(_, ids)) => ids,
@@ -704,7 +713,8 @@ impl<'a> Pass<'a> {
     /// Returns these indices of a dimension of a value, and zeros for `None`.
     fn take(&mut self, value: ValueId, dim: usize, indices: &[Option<usize>], like: &Node) -> Result<ValueId> {
         let forward = self.swap_forward(value, dim, like)?;
-        let (mut dims, at) = (self.new.value(forward).spec.dims().to_vec(), self.forward(dim));
+        let mut dims = self.new.value(forward).spec.dims().to_vec();
+        let at = self.forward(dim, dims.len());
         let (outer, extent, width) = (dims[..at].iter().product(), dims[at], dims[at + 1..].iter().product());
         // A lookup gives zeros for a row that the table does not have.
         let row = |o: usize, index: &Option<usize>| index.map_or(outer * extent, |index| o * extent + index);
@@ -769,7 +779,8 @@ impl<'a> Pass<'a> {
             let part = self.swap_forward(part, dim, like)?;
             let dims = [&[self.sharing.ranks], self.new.value(part).spec.dims()].concat();
             let parts = self.all_gather(part, &dims, like)?;
-            let whole = self.in_order_of_indices(parts, &places.swapped(self.forward(dim)), like)?;
+            let to = self.forward(dim, places.dims.len());
+            let whole = self.in_order_of_indices(parts, &places.swapped(to), like)?;
             return self.swap_forward(whole, dim, like);
         }
         let own = self.among_zeros(id, part, cut, like)?;

@@ -10,7 +10,7 @@ use gapless_parallel::Axes;
 
 use super::{Request, Sharded, Shares, Sharing, shard};
 use crate::autodiff::differentiate;
-use crate::graph::{Graph, Phase, Sequences, ValueId, lock};
+use crate::graph::{Graph, Phase, Sequences, Source, ValueId, lock};
 use crate::nn::{Module, VarBuilder, embedding, layer_norm, linear, linear_no_bias, rms_norm};
 use crate::ops::{Attention, Collective};
 use crate::reference::{Array, Reference, evaluate, stored};
@@ -512,4 +512,32 @@ fn layers_send_what_megatron_sends() {
     assert_eq!(gathers, both(&backward, gather) + 2 * layers, "{inputs:?} {weights:?}");
     // The gradients of norms are summed once per step.
     assert_eq!(of_phase(Phase::Update), vec![("all_reduce", WIDTH); 2 * layers + 1]);
+}
+
+/// Logits, whose last dimension ranks divide, are gathered without a list of all elements.
+#[test]
+fn no_list_has_a_place_for_each_logit() {
+    let graph = Arc::new(Mutex::new(Graph::default()));
+    let vb = VarBuilder::new(&graph, DType::F32);
+    let id = lock(&graph).add_input("tokens", Spec { shape: (BATCH, TOKENS).into(), dtype: DType::U32 }).unwrap();
+    let x = embedding(VOCABULARY, WIDTH, vb.pp("wte")).unwrap().forward(&Tensor::of(&graph, id)).unwrap();
+    let logits = linear_no_bias(WIDTH, 16, vb.pp("head")).unwrap().forward(&x).unwrap().id();
+    let graph = lock(&graph);
+    for sequence in [false, true] {
+        let shares = Shares::Parameters { sequence };
+        let rows = Window::of(&[16, WIDTH], vec![vec![4..8], vec![0..WIDTH]]);
+        let table = Window::of(&[VOCABULARY, WIDTH], vec![vec![0..VOCABULARY], vec![0..WIDTH]]);
+        let windows = [("head.weight".to_owned(), rows), ("wte.weight".to_owned(), table)].into();
+        let request =
+            Request { tokens: id, outputs: &[logits], gradients: &[], is_summed: false, windows: Some(&windows) };
+        let sharing = Sharing { axes: Axes::TENSOR, ranks: 4, rank: 1, shares, folds: false };
+        let sharded = shard(&graph, &sharing, &request).unwrap();
+        assert_eq!(sharded.windows["head.weight"].dims(), [4, WIDTH]);
+        assert_eq!(sharded.graph.value(sharded.value(logits)).spec.dims(), [BATCH, TOKENS, 16]);
+        let listed = sharded.graph.values().iter().filter_map(|value| match &value.source {
+            Source::Data { elements, .. } => Some(elements.len()),
+            _ => None,
+        });
+        assert!(listed.sum::<usize>() <= 2 * BATCH * TOKENS, "{}", sharded.graph);
+    }
 }
