@@ -119,6 +119,11 @@ impl Step {
         &self.architecture
     }
 
+    /// Sets the number of layers of the model.
+    pub(super) fn set_layers(&mut self, layers: usize) {
+        self.architecture.set_layers(layers);
+    }
+
     /// Returns notices about settings in the model's config.json that are ignored, and about a device that does not
     /// match the kernels.
     pub fn notices(&self) -> Vec<String> {

@@ -13,7 +13,7 @@ use gapless_engine::recompute::{Layers, Recompute};
 use rayon::prelude::*;
 use serde::Serialize;
 
-use super::{ConfigError, Fits, Layout, Step};
+use super::{ConfigError, Fits, Layout, SketchBase, Step};
 use crate::run::RunConfig;
 
 /// Most faster configurations that are printed if there are many.
@@ -186,7 +186,9 @@ fn sketched(
         let run = configured(run, layout, micro_batches, recompute);
         run.check_keys().and_then(|()| Step::new(&run)).map_err(|error| error.to_string())
     };
-    let graph = of_run(&policies[0])?.record().map_err(|error| error.to_string())?;
+    let first = of_run(&policies[0])?;
+    let base = SketchBase::new(&first);
+    let graph = base.graph(&first).map_err(|error| error.to_string())?;
     let sketch = |recompute: &Recompute| {
         let step = of_run(recompute)?;
         // The sketch of a step with a budget would need its plan. The sketch without recomputation gives no bound.
@@ -195,7 +197,7 @@ fn sketched(
         let Some(key) = sketched.sketch_key().map_err(|error| error.to_string())? else {
             return Err("a step with a budget has no sketch".to_owned());
         };
-        let sketch = sketched.sketch(&graph, &key).map_err(|error| error.to_string())?;
+        let sketch = graph.sketch(&sketched, &key).map_err(|error| error.to_string())?;
         let timing = sketched.timing_by(&sketch).map_err(|error| error.to_string())?;
         let sure = sketched.surely_alive(&sketch).map_err(|error| error.to_string())?.into_iter().max();
         Ok(Candidate {

@@ -24,38 +24,39 @@ use super::{Step, Timing, TimingError};
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct SketchKey {
     /// Stages of each rank, in ascending order.
-    stages: Vec<Vec<u32>>,
+    pub(super) stages: Vec<Vec<u32>>,
     /// Whether the schedule has split backwards, and whether it has whole backwards.
     kinds: [bool; 2],
 }
 
 /// An action without its micro-batch.
-type ActionKind = (Kind, StageId);
+pub(super) type ActionKind = (Kind, StageId);
 
 /// Times and bytes by action.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct Sketch {
-    once: Variant,
+    pub(super) once: Variant,
     /// Times and bytes of a second variant: all values that a split backward recomputes for the input gradients are
     /// recomputed again for the weight gradients. `None` if the recompute policy does not allow this variant.
-    twice: Option<Variant>,
+    pub(super) twice: Option<Variant>,
 }
 
-#[derive(Debug, Clone)]
-struct Variant {
-    measured: ActionDurations,
-    ranks: Vec<KeptBytes>,
+/// Times and bytes of one way to recompute.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct Variant {
+    pub measured: ActionDurations,
+    pub ranks: Vec<KeptBytes>,
 }
 
 /// Bytes that a rank keeps across actions.
-#[derive(Debug, Clone, Default)]
-struct KeptBytes {
+#[derive(Debug, Clone, Default, PartialEq)]
+pub(super) struct KeptBytes {
     /// Bytes that live through the whole step.
-    always: u64,
+    pub always: u64,
     /// For each micro-batch: bytes that live from one action to another.
-    each: HashMap<(ActionKind, ActionKind), u64>,
+    pub each: HashMap<(ActionKind, ActionKind), u64>,
     /// Sums over micro-batches: bytes that live from the first action of a kind to the last.
-    sums: HashMap<ActionKind, u64>,
+    pub sums: HashMap<ActionKind, u64>,
 }
 
 impl Step {
@@ -84,20 +85,30 @@ impl Step {
     /// # Errors
     /// Returns the errors of [`Self::program`].
     pub fn sketch(&self, graph: &StepGraph, key: &SketchKey) -> Result<Sketch, TrainError> {
+        self.sketch_of(graph, key, None)
+    }
+
+    /// Computes a sketch of all ranks, or of only one.
+    pub(super) fn sketch_of(
+        &self,
+        graph: &StepGraph,
+        key: &SketchKey,
+        only: Option<usize>,
+    ) -> Result<Sketch, TrainError> {
         let last = self.options.micro_batches.clamp(1, 2) as u32 - 1;
         let mut sketch: Option<Sketch> = None;
         for (split, _) in [true, false].into_iter().zip(key.kinds).filter(|(_, is_there)| *is_there) {
             let table: Vec<Vec<Action>> =
                 key.stages.iter().map(|stages| one_after_another(stages, last, split)).collect();
-            let ranks = graph.sketch(&self.options, table, self.target())?;
+            let ranks = graph.sketch(&self.options, table, only, self.target())?;
             let variant = |index: usize| {
-                let of_rank = |(rank, sketch): (usize, &RankSketch)| {
-                    let like = sketch.like;
+                let mut programs: Vec<RankProgram<'_>> = Vec::new();
+                for &RankSketch { rank, like, programs: ref own } in &ranks {
                     let stages = key.stages[like].iter().zip(&key.stages[rank]);
                     let stages = stages.map(|(&theirs, &own)| (StageId(theirs), StageId(own))).collect();
-                    Some(RankProgram { program: ranks[like].programs.get(index)?, rank, like, stages })
-                };
-                let programs: Vec<RankProgram<'_>> = ranks.iter().enumerate().map(of_rank).collect::<Option<_>>()?;
+                    let of_like = if like == rank { own } else { &ranks[like].programs };
+                    programs.push(RankProgram { program: of_like.get(index)?, rank, like, stages });
+                }
                 let mut kept: Vec<KeptBytes> = Vec::new();
                 for of_rank in &programs {
                     kept.push(match of_rank.like {

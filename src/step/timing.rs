@@ -209,7 +209,7 @@ impl<'p> RankProgram<'p> {
 }
 
 /// Durations of actions, computed from programs.
-#[derive(Debug, Default, Clone)]
+#[derive(Debug, Default, Clone, PartialEq)]
 pub(super) struct ActionDurations {
     pub actions: HashMap<Action, u64>,
     pub transfers: HashMap<Action, u64>,
@@ -218,8 +218,8 @@ pub(super) struct ActionDurations {
     pub recomputed: HashMap<Action, u64>,
     /// For each action, the time that is spent on copies to the offload file and from it.
     pub offloaded: HashMap<Action, u64>,
-    /// Work that a rank does once per step, inside the last action of a kind: the rank, the action, and the time.
-    pub early: Vec<(usize, Action, u64)>,
+    /// Work that a rank does once per step, inside the last action of a kind: the time, by rank and action.
+    pub early: HashMap<(usize, Action), u64>,
     /// The same work by action, if the durations of only one micro-batch are known.
     pub once: HashMap<Action, u64>,
     /// If the durations of only one micro-batch are known, this micro-batch. Its durations then apply to all
@@ -346,7 +346,9 @@ impl ActionDurations {
                         *measured.actions.entry(action).or_default() += time;
                         *measured.recomputed.entry(action).or_default() += again;
                         *measured.offloaded.entry(action).or_default() += copies;
-                        measured.early.extend((early > 0).then_some((rank, action, early)));
+                        if early > 0 {
+                            *measured.early.entry((rank, action)).or_default() += early;
+                        }
                         if !sent.is_empty() {
                             let transfer: u64 =
                                 sent.values().map(|&(reach, bytes)| device.transfer(bytes, reach)).sum();
@@ -363,7 +365,7 @@ impl ActionDurations {
 
     /// Makes the durations of one micro-batch those of all, without the work that a rank does once per step.
     pub(super) fn all_as(mut self, micro_batch: MicroBatch) -> Self {
-        for (_, action, time) in &self.early {
+        for ((_, action), time) in &self.early {
             *self.actions.entry(*action).or_default() -= time;
         }
         Self { all_as: Some(micro_batch), ..self }
@@ -371,7 +373,7 @@ impl ActionDurations {
 
     /// Adds the work that each rank does once per step to the last action of its kind in a table of actions.
     pub(super) fn with_once(mut self, table: &[Vec<Action>]) -> Self {
-        for &(rank, Action { kind, stage, .. }, time) in &self.early {
+        for (&(rank, Action { kind, stage, .. }), &time) in &self.early {
             let mut actions = table[rank].iter().rev();
             if let Some(&last) = actions.find(|action| (action.kind, action.stage) == (kind, stage)) {
                 *self.once.entry(last).or_default() += time;

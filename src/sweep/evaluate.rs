@@ -16,14 +16,16 @@ use gapless_alloc::{Label, Options, PlanHash, Problem, live_at, lower_bound, pea
 use gapless_allocators::{Comparison, Kind, Report, Requests, compare};
 use gapless_engine::TrainError;
 use gapless_engine::compile::Program;
-use gapless_engine::compile::step::{StepGraph, WholeStep};
+use gapless_engine::compile::step::StepGraph;
 use gapless_engine::compile::{Error as CompileError, ServedRows, table, table_with_rows};
 
 use super::map::coarse_map;
 use super::row::Figures;
 use super::{Configuration, PlannedConfigurations, Row, Status, Sweep};
 use crate::run::key_of;
-use crate::step::{EagerError, Lowering, Origin, Sketch, SketchKey, Step, TimingError, estimate};
+use crate::step::{
+    EagerError, Lowering, Origin, Sketch, SketchBase, SketchGraph, SketchKey, Step, TimingError, estimate,
+};
 
 /// Computes rows. All threads share its cache of replayed tables.
 pub(super) struct Evaluator<'a> {
@@ -79,11 +81,10 @@ impl<'a> Evaluator<'a> {
     /// Computes time and sure bytes of configurations that share the forward and the gradients of their graphs, and passes
     /// each row to `give`. Those that share a graph are adjacent. Stops when `give` returns false.
     pub fn sketch(&self, group: &[&Configuration], give: &mut dyn FnMut(Row) -> bool) {
-        let steps = group.iter().filter_map(|configuration| configuration.step.as_ref().ok());
-        let mut divided = steps.filter(|step| WholeStep::is_divided(&step.options));
-        let whole = divided.find_map(|step| step.record_whole().ok());
+        let mut steps = group.iter().filter_map(|configuration| configuration.step.as_ref().ok());
+        let base = steps.next().map(SketchBase::new);
         for of_graph in group.chunk_by(|a, b| a.graph_key() == b.graph_key()) {
-            if !self.sketch_graph(of_graph, whole.as_ref(), give) {
+            if !self.sketch_graph(of_graph, base.as_ref(), give) {
                 return;
             }
         }
@@ -94,12 +95,11 @@ impl<'a> Evaluator<'a> {
     fn sketch_graph(
         &self,
         group: &[&Configuration],
-        whole: Option<&WholeStep>,
+        base: Option<&SketchBase>,
         give: &mut dyn FnMut(Row) -> bool,
     ) -> bool {
         let first = group.iter().find_map(|configuration| configuration.step.as_ref().ok());
-        let record = |step: &Step| whole.map_or_else(|| step.record(), |whole| step.record_from(whole));
-        let graph = first.map(|step| record(step).map_err(|error| error.to_string()));
+        let graph = first.zip(base).map(|(step, base)| base.graph(step).map_err(|error| error.to_string()));
         let mut known = HashMap::new();
         for configuration in group {
             let row = match (&configuration.step, &graph) {
@@ -360,7 +360,7 @@ fn plan(
 fn sketch(
     configuration: &Configuration,
     step: &Step,
-    graph: &StepGraph,
+    graph: &SketchGraph<'_>,
     known: &mut HashMap<(String, SketchKey), Sketch>,
 ) -> Result<Figures, Refused> {
     let (timing, at_least) = match step.sketch_key()? {
@@ -370,12 +370,12 @@ fn sketch(
             let others = format!("{others:?}");
             let sketch = match known.entry((others, key.clone())) {
                 Entry::Occupied(known) => known.into_mut(),
-                Entry::Vacant(new) => new.insert(step.sketch(graph, &key)?),
+                Entry::Vacant(new) => new.insert(graph.sketch(step, &key)?),
             };
             (step.timing_by(sketch)?, step.surely_alive(sketch)?)
         }
         None => {
-            let programs = programs(step, graph)?;
+            let programs = programs(step, graph.whole(step)?)?;
             let live = |program: &Program| Ok(lower_bound(&table(program)?));
             let live = programs.iter().map(live).collect::<Result<_, CompileError>>().map_err(TrainError::from)?;
             (step.timing(&programs)?, live)

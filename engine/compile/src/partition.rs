@@ -26,6 +26,8 @@ pub enum StagePartition {
     /// Stages begin at these layers, e.g. `h.3`, in the order of the model. The first stage is not listed, so there is
     /// one fewer layer than stages.
     Before(Vec<String>),
+    /// Stages begin at these nodes of the forward, counted in its order from 0. The first stage is not listed.
+    At(Vec<usize>),
 }
 
 impl StagePartition {
@@ -50,6 +52,7 @@ pub fn partition(graph: &mut Graph, stages: usize, cut: &StagePartition) -> Resu
         StagePartition::Balanced => balanced(graph, stages)?,
         StagePartition::Equal => before(graph, stages, &equal(graph, stages)?)?,
         StagePartition::Before(layers) => before(graph, stages, layers)?,
+        StagePartition::At(starts) => at(&nodes, stages, starts)?,
     };
     for (index, node) in nodes.into_iter().enumerate() {
         let stage = starts.partition_point(|&start| start <= index);
@@ -133,6 +136,16 @@ fn before(graph: &Graph, stages: usize, layers: &[String]) -> Result<Vec<usize>>
         }
     }
     Ok(starts)
+}
+
+/// Returns `starts` if stages can begin at these nodes.
+fn at(nodes: &[NodeId], stages: usize, starts: &[usize]) -> Result<Vec<usize>> {
+    let is_ascending = starts.is_sorted_by(|a, b| a < b) && starts.first().is_none_or(|&first| first > 0);
+    if starts.len() + 1 != stages || !is_ascending || starts.last().is_some_and(|&last| last >= nodes.len()) {
+        let why = format!("{starts:?} does not divide {} nodes into {stages} stages", nodes.len());
+        return Err(Error::config("pipeline.cut", why, "name the first node of every stage but stage 0, in order"));
+    }
+    Ok(starts.to_vec())
 }
 
 /// Returns the index of the first node of each stage after stage 0, for balanced stages. Dynamic programming over

@@ -78,6 +78,22 @@ impl Architecture {
 }
 
 impl Architecture {
+    /// The number of layers.
+    pub fn layers(&self) -> usize {
+        match self {
+            Self::Gpt(gpt) => gpt.layers,
+            Self::Llama(llama) | Self::Moe(MoeConfig { llama, .. }) => llama.layers,
+        }
+    }
+
+    /// Sets the number of layers, and nothing else.
+    pub fn set_layers(&mut self, layers: usize) {
+        match self {
+            Self::Gpt(gpt) => gpt.layers = layers,
+            Self::Llama(llama) | Self::Moe(MoeConfig { llama, .. }) => llama.layers = layers,
+        }
+    }
+
     /// The settings of a decoder, with or without experts. `None` for GPT-2.
     pub(super) fn llama(&self) -> Option<&LlamaConfig> {
         match self {

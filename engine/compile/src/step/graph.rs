@@ -71,7 +71,7 @@ impl WholeStep {
 }
 
 /// Returns the plan of the first rank. The actions of a rank are only needed when its program is lowered.
-fn first_rank(options: &StepOptions) -> RankPlan {
+pub(super) fn first_rank(options: &StepOptions) -> RankPlan {
     let (mesh, stages) = (options.mesh, options.stages());
     RankPlan { mesh, at: mesh.coordinate(mesh.fullest(0)), stages, table: Vec::new() }
 }
@@ -83,6 +83,8 @@ fn other_options() -> Error {
 /// The programs of a pipeline rank for two micro-batches ([`StepGraph::sketch`]).
 #[derive(Debug)]
 pub struct RankSketch {
+    /// The rank.
+    pub rank: usize,
     /// The first rank whose programs are equal to those of this rank: this rank itself, or an earlier one. Names differ,
     /// the numbers of stages and of the peers of micro-batches' messages are those of the other rank, and so is the order
     /// of values that the update receives.
@@ -169,13 +171,20 @@ impl StepGraph {
         self.lower(options, &ranks, target)
     }
 
-    /// Returns programs of all pipeline ranks for a table with fewer micro-batches. Each micro-batch costs and keeps as
-    /// much as in the whole step. Usually, a rank has one program. If the policy may recompute twice in a split backward,
-    /// there are two: the first program never recomputes twice, and the second always does. A budget has no effect.
+    /// Returns programs of all pipeline ranks, or of one, for a table with fewer micro-batches. Each micro-batch costs and
+    /// keeps as much as in the whole step. Usually, a rank has one program. If the policy may recompute twice in a split
+    /// backward, there are two: the first program never recomputes twice, and the second always does. A budget has no
+    /// effect.
     ///
     /// # Errors
     /// Returns the errors of [`Self::program`].
-    pub fn sketch(&self, options: &StepOptions, table: Vec<Vec<Action>>, target: Target) -> Result<Vec<RankSketch>> {
+    pub fn sketch(
+        &self,
+        options: &StepOptions,
+        table: Vec<Vec<Action>>,
+        only: Option<usize>,
+        target: Target,
+    ) -> Result<Vec<RankSketch>> {
         let at = options.mesh.coordinate(self.first_of(options, 0)?);
         let ranks = RankPlan { mesh: options.mesh, at, stages: options.stages(), table };
         let once = policy(&self.step, options, &ranks, target, &[])?;
@@ -186,14 +195,19 @@ impl StepGraph {
         let lowering = |rank, plan| Lowering { rank, ..self.step.lowering(&graph, options, &ranks, target, plan) };
         let last = lowering(0, &plans[plans.len() - 1]);
         let shared = Shared::new(&last);
-        let ops = self.ops.get_or_init(|| number_ops(&graph));
-        let first = first_equal_ranks(&last, &shared, ops)?;
+        let lowered = match only {
+            Some(rank) => vec![(rank, rank)],
+            None => {
+                let ops = self.ops.get_or_init(|| number_ops(&graph));
+                first_equal_ranks(&last, &shared, ops)?.into_iter().enumerate().collect()
+            }
+        };
         let of_rank = |(rank, like): (usize, usize)| {
             let plans = if like == rank { &plans[..] } else { &[] };
             let programs = plans.iter().map(|plan| lower_as(&lowering(rank, plan), &shared)).collect::<Result<_>>()?;
-            Ok(RankSketch { like, programs })
+            Ok(RankSketch { rank, like, programs })
         };
-        first.into_iter().enumerate().map(of_rank).collect()
+        lowered.into_iter().map(of_rank).collect()
     }
 
     /// Returns the first rank that has the stages of pipeline rank `rank`. Returns an error if the graph was recorded

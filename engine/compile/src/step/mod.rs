@@ -6,6 +6,7 @@
 
 #[cfg(test)]
 mod budget_reference;
+mod equal_layers;
 mod equal_ranks;
 mod generation;
 mod graph;
@@ -28,6 +29,7 @@ use gapless_graph::shard::Shares;
 use gapless_graph::{Causality, Culprit, LossPart, Model, SequenceLoss, Sequences, ValueId, cache_obstacle, causality};
 use gapless_parallel::{Action, Kind, StageId};
 
+pub use self::equal_layers::EqualLayers;
 pub use self::generation::{Generation, compile_inference};
 pub use self::graph::{RankSketch, StepGraph, WholeStep};
 pub use self::options::{MemoryOptions, ParameterGroup, Precision, StepOptions, UpdateOptions};

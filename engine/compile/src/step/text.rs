@@ -100,6 +100,7 @@ pub mod cut {
             StagePartition::Balanced => to.serialize_str("balanced"),
             StagePartition::Equal => to.serialize_str("equal"),
             StagePartition::Before(layers) => to.collect_seq(layers),
+            StagePartition::At(_) => Err(serde::ser::Error::custom("stages that begin at nodes have no text")),
         }
     }
 
