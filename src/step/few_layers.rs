@@ -382,7 +382,7 @@ mod tests {
         assert!(compared > 20, "{compared}");
     }
 
-    /// Of a step on GPUs, whose operations are fused, bytes are equal and times within 1 %.
+    /// A step on GPUs, whose operations are fused, has equal bytes, and times within 1 %.
     #[test]
     fn fused_layers_take_about_the_same_time() {
         for rest in ["", "recompute = 'layers'\nschedule = 'zbv'", "recompute = 'ops:rms_norm,swiglu'\nshard_ranks = 2"]

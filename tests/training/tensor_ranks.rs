@@ -395,15 +395,15 @@ fn other_settings_combine_with_tensor_ranks() {
             (step.documents, step.preference) = (true, Some(Preference::default()));
         }),
     ];
-    for (what, tolerance, set) in settings {
-        for kind in [Kind::Gpt, Kind::Llama] {
+    for (index, (what, tolerance, set)) in settings.into_iter().enumerate() {
+        for (turn, kind) in [(index, Kind::Gpt), (index + 2, Kind::Llama)] {
             let on = |tensor: usize, sequence_parallel: bool| {
                 let mut case = case(kind, mesh(tensor), sequence_parallel);
                 set(kind, &mut case.options.step);
                 run(&case, STEPS)
             };
             let alone = on(1, false);
-            for &(ranks, sequence_parallel) in &[(2, false), (2, true), (3, true), (4, false)] {
+            for &(ranks, sequence_parallel) in in_turn(&[(2, false), (2, true), (3, true), (4, false)], turn) {
                 let what = format!("{what}, {kind:?} on {ranks} ranks, sequence parallel: {sequence_parallel}");
                 let ranks = on(ranks, sequence_parallel);
                 assert!(!ranks.split.is_empty(), "{what}");
