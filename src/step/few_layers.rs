@@ -30,8 +30,7 @@ const OTHER_STAGES: f64 = 0.02;
 /// The parts that sketches of steps with one [key](Step::whole_key) have in common.
 #[derive(Debug)]
 pub struct SketchBase {
-    /// The forward and the gradients of the whole model, once they are needed.
-    whole: OnceLock<Option<WholeStep>>,
+    whole: CommonPart,
     few: Option<FewLayers>,
 }
 
@@ -49,8 +48,12 @@ struct FewLayers {
 struct FewLayersModel {
     layers: usize,
     cut: StagePartition,
-    whole: Option<WholeStep>,
+    whole: CommonPart,
 }
+
+/// The forward and the gradients of a model, recorded for the first step that uses them.
+#[derive(Debug, Default)]
+struct CommonPart(OnceLock<Option<WholeStep>>);
 
 /// The graphs from which the sketches of a step are computed.
 #[derive(Debug)]
@@ -64,7 +67,7 @@ pub struct SketchGraph<'b> {
 impl SketchBase {
     /// Records what the sketches of steps with the [key](Step::whole_key) of this step have in common.
     pub fn new(step: &Step) -> Self {
-        Self { whole: OnceLock::new(), few: FewLayers::of(step) }
+        Self { whole: CommonPart::default(), few: FewLayers::of(step) }
     }
 
     /// Records the graphs of a step.
@@ -72,7 +75,7 @@ impl SketchBase {
     /// # Errors
     /// Returns the errors of [`Step::record`].
     pub fn graph(&self, step: &Step) -> Result<SketchGraph<'_>, TrainError> {
-        let record = |model: &FewLayersModel| model.of(step).record_with(model.whole.as_ref()).ok();
+        let record = |model: &FewLayersModel| model.whole.record(&model.of(step)).ok();
         let few =
             self.few.as_ref().and_then(|FewLayers { models: [less, more], .. }| Some([record(less)?, record(more)?]));
         let graph = SketchGraph { base: self, whole: OnceLock::new(), few };
@@ -96,13 +99,10 @@ impl FewLayers {
         }
         let model = |left_out: &[usize]| {
             let without = left_out.iter().sum();
-            let mut model = FewLayersModel { layers: all - without, cut: equal.without(left_out), whole: None };
+            let whole = CommonPart::default();
+            let model = FewLayersModel { layers: all - without, cut: equal.without(left_out), whole };
             let few = model.of(step);
-            if !equal.is_without(without, &boxed_build(|vb| few.build(vb)), &few.options).ok()? {
-                return None;
-            }
-            model.whole = few.record_common();
-            Some(model)
+            equal.is_without(without, &boxed_build(|vb| few.build(vb)), &few.options).ok()?.then_some(model)
         };
         let first = model(&left_out)?;
         let stage = (0..left_out.len()).max_by_key(|&stage| left_out[stage])?;
@@ -137,8 +137,7 @@ impl SketchGraph<'_> {
         if let Some(whole) = self.whole.get() {
             return Ok(whole);
         }
-        let common = self.base.whole.get_or_init(|| step.record_common()).as_ref();
-        let whole = step.record_with(common)?;
+        let whole = self.base.whole.record(step)?;
         Ok(self.whole.get_or_init(|| whole))
     }
 
@@ -180,24 +179,25 @@ impl SketchGraph<'_> {
     }
 }
 
-impl Step {
-    /// Records the forward and the gradients; `None` if the step has no use for them, or cannot be recorded.
-    fn record_common(&self) -> Option<WholeStep> {
-        WholeStep::is_divided(&self.options).then(|| self.record_whole().ok())?
+impl CommonPart {
+    /// Records the graph of a step, from the common part if the step is divided.
+    fn record(&self, step: &Step) -> Result<StepGraph, TrainError> {
+        let is_divided = WholeStep::is_divided(&step.options);
+        match is_divided.then(|| self.0.get_or_init(|| step.record_whole().ok())) {
+            Some(Some(whole)) => step.record_from(whole),
+            _ => step.record(),
+        }
     }
+}
 
+impl Step {
     /// Returns whether the groups of all pipeline ranks are connected alike.
     fn has_equal_links(&self) -> bool {
         let (mesh, node) = (self.options.mesh, self.device.node);
-        let within_stages = Axes::sets().filter(|&axes| axes & Axes::PIPELINE == Axes::NONE);
-        within_stages.into_iter().all(|axes| {
+        Axes::sets().filter(|&axes| axes & Axes::PIPELINE == Axes::NONE).all(|axes| {
             let first = Reach::of_group(mesh, 0, axes, node);
             (1..mesh.pipeline).all(|rank| Reach::of_group(mesh, rank, axes, node) == first)
         })
-    }
-
-    fn record_with(&self, common: Option<&WholeStep>) -> Result<StepGraph, TrainError> {
-        common.map_or_else(|| self.record(), |common| self.record_from(common))
     }
 }
 
@@ -212,8 +212,8 @@ struct Extension<'a> {
 impl Extension<'_> {
     /// Extends a number of each rank. `more` is that of the rank with one layer more.
     fn of_rank(&self, rank: usize, [own, few, more]: [u64; 3]) -> Option<u64> {
-        let lacks = self.key.stages[rank].iter().map(|&stage| self.layers.lacks(StageId(stage)));
-        u64::try_from(i128::from(own) + (i128::from(more) - i128::from(few)) * lacks.sum::<i128>()).ok()
+        let lacks: i128 = self.stages_of(rank).map(|stage| self.layers.lacks(stage)).sum();
+        u64::try_from(i128::from(own) + (i128::from(more) - i128::from(few)) * lacks).ok()
     }
 
     /// Returns what the layer adds to each number of its stage. `part` divides a key into its stage, if there is only one,

@@ -33,7 +33,7 @@ pub struct SketchKey {
 pub(super) type ActionKind = (Kind, StageId);
 
 /// Times and bytes by action.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone)]
 pub struct Sketch {
     pub(super) once: Variant,
     /// Times and bytes of a second variant: all values that a split backward recomputes for the input gradients are
@@ -42,7 +42,7 @@ pub struct Sketch {
 }
 
 /// Times and bytes of one way to recompute.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone)]
 pub(super) struct Variant {
     pub measured: ActionDurations,
     pub ranks: Vec<KeptBytes>,
