@@ -117,7 +117,7 @@ impl Op for RoutedSwiGlu {
             for ((out, gate), &weight) in out.chunks_exact_mut(width).zip(gate.chunks_exact(width)).zip(weights) {
                 vectorize!(out.iter_mut().zip(gate).for_each(|(y, &g)| {
                     let g = below(g, limit);
-                    *y = (y.clamp(-limit, limit) + shift) * (weight * g * math::sigmoid(alpha * g));
+                    *y = (within(*y, limit) + shift) * (weight * g * math::sigmoid(alpha * g));
                 }));
             }
         });
@@ -142,6 +142,14 @@ impl Op for RoutedSwiGlu {
 #[inline(always)]
 fn below(x: f32, limit: f32) -> f32 {
     if x > limit { limit } else { x }
+}
+
+/// Returns x, limited to −`limit` to `limit`. NaN stays NaN. `f32::clamp` would keep the compiler from using vectors,
+/// because it panics if its limits are not in order.
+#[inline(always)]
+fn within(x: f32, limit: f32) -> f32 {
+    let x = below(x, limit);
+    if x < -limit { -limit } else { x }
 }
 
 impl RoutedSwiGlu {
@@ -221,10 +229,10 @@ impl Op for RoutedSwiGluGrad {
                 vectorize!({
                     *d_weight = reduce::sum3(gate, up, dy, |g, u, dy| {
                         let g = below(g, limit);
-                        dy * g * math::sigmoid(alpha * g) * (u.clamp(-limit, limit) + shift)
+                        dy * g * math::sigmoid(alpha * g) * (within(u, limit) + shift)
                     });
                     for ((gate, up), &dy) in gate.iter_mut().zip(up.iter_mut()).zip(dy) {
-                        let (g, u) = (below(*gate, limit), up.clamp(-limit, limit));
+                        let (g, u) = (below(*gate, limit), within(*up, limit));
                         let by_gate = weight * dy * (u + shift) * silu_derivative(alpha * g);
                         let by_up = weight * dy * g * math::sigmoid(alpha * g);
                         // A limited element has no gradient.
