@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use candle_core::DType;
 use gapless_kernels::Spec;
+use gapless_kernels::cpu::simd::prefetch_row;
 use gapless_kernels::cpu::{Args, InPieces, Pieces, reduce, rows_per_task, vectorize};
 
 use super::OutputTypes;
@@ -130,6 +131,9 @@ struct NormGradWeight {
 
 /// Number of columns that one task computes: four cache lines of each row.
 const COLUMNS: usize = 64;
+/// Number of rows by which prefetches are ahead of the sums. The hardware does not prefetch a few lines of rows that are
+/// far apart.
+const AHEAD: usize = 16;
 
 impl Op for NormGradWeight {
     fn name(&self) -> &'static str {
@@ -175,6 +179,8 @@ impl Op for NormGradWeight {
             vectorize!({
                 for ((x, dy), stats) in rows {
                     let (x, dy) = (&x[columns.clone()], &dy[columns.clone()]);
+                    prefetch_row(x.as_ptr(), AHEAD * width, x.len());
+                    prefetch_row(dy.as_ptr(), AHEAD * width, dy.len());
                     let (mean, rstd) = (stats[0], stats[1]);
                     for ((dw, db), (&x, &dy)) in d_weight.iter_mut().zip(d_bias.iter_mut()).zip(x.iter().zip(dy)) {
                         *dw += dy * (x - mean) * rstd;

@@ -66,6 +66,14 @@ pub(super) fn prefetch(at: *const f32) {
     let _ = at;
 }
 
+/// Prefetches `len` elements that begin `ahead` elements after `from`. They need not exist.
+#[inline(always)]
+pub fn prefetch_row<T>(from: *const T, ahead: usize, len: usize) {
+    for line in (0..len).step_by(64 / size_of::<T>()) {
+        prefetch(from.wrapping_add(ahead + line).cast());
+    }
+}
+
 /// Like [`prefetch`], for an address that is only read after many others. Loads the cache line into the second-level
 /// cache only.
 #[inline(always)]

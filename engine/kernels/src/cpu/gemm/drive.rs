@@ -8,7 +8,9 @@ use std::ops::Range;
 use super::finish::RawEpilogue;
 use super::kernel::{Factor, InPlace, Kernels, Tile};
 use super::pack::Source;
-use super::place::{BLOCK_COLUMNS, BLOCK_K, BLOCK_ROWS, CHUNK_COLUMNS, PackedA, PackedB, Packing, layout_of};
+use super::place::{
+    BLOCK_COLUMNS, BLOCK_K, BLOCK_ROWS, CHUNK_COLUMNS, NARROWEST_PANEL, PackedA, PackedB, Packing, layout_of,
+};
 use super::{Batch, Gemm};
 use crate::cpu::scratch::Scratch;
 use crate::cpu::tasks::{for_each, slot};
@@ -147,8 +149,11 @@ impl<A, B> Operands<'_, A, B> {
 unsafe fn run_shared_b<A: Factor, B: Factor>(job: &Gemm, kernels: &Kernels, operands: Operands<'_, A, B>) {
     let threads = rayon::current_num_threads();
     let width = kernels.columns;
-    // There are enough tasks to balance threads of different speed. Each task consists of whole micro-kernels.
-    let rows_per_task = job.m.div_ceil(4 * threads).next_multiple_of(kernels.rows()).min(BLOCK_ROWS);
+    // There are enough tasks to balance threads of different speed. Each task consists of whole micro-kernels, and all
+    // threads get the same number of these if they take equally many tasks.
+    let strips = job.m.div_ceil(kernels.rows());
+    let tasks = strips.div_ceil(BLOCK_ROWS / kernels.rows()).max(4 * threads).next_multiple_of(threads).min(strips);
+    let first_row = |task: usize| job.m.min(task * strips / tasks * kernels.rows());
 
     for first_column in (0..job.n).step_by(CHUNK_COLUMNS) {
         let columns = first_column..job.n.min(first_column + CHUNK_COLUMNS);
@@ -168,8 +173,8 @@ unsafe fn run_shared_b<A: Factor, B: Factor>(job: &Gemm, kernels: &Kernels, oper
                     unsafe { operands.pack(job, kernels, &block, here.clone(), to) };
                 }
             });
-            for_each(job.m.div_ceil(rows_per_task), &|task| {
-                let rows = task * rows_per_task..job.m.min((task + 1) * rows_per_task);
+            for_each(tasks, &|task| {
+                let rows = first_row(task)..first_row(task + 1);
                 let operands = &operands;
                 let packed_a = operands.packing.a(operands.scratch, slot());
                 for (line, block) in operands.blocks(job, kernels, chunk.clone()) {
@@ -354,12 +359,16 @@ unsafe fn multiply<A: Factor, B: Factor>(
             A::pack_rows(kernels, &Source { start: from, strides: job.a }, height, k, layout, packed_a);
             for first_column in columns.clone().step_by(BLOCK_COLUMNS) {
                 let end_column = columns.end.min(first_column + BLOCK_COLUMNS);
+                let mut panels = [std::ptr::null_mut(); BLOCK_COLUMNS / NARROWEST_PANEL];
+                for (column, panel) in (first_column..end_column).step_by(width).zip(&mut panels) {
+                    *panel = packed_b.panel(column - columns.start);
+                }
                 for row in (0..height).step_by(kernels.rows()) {
                     let height = kernels.rows().min(height - row);
-                    for column in (first_column..end_column).step_by(width) {
+                    for (column, &panel) in (first_column..end_column).step_by(width).zip(&panels) {
                         let tile = Tile {
                             a: packed_a.row(row, layout),
-                            b: packed_b.panel(column - columns.start),
+                            b: panel,
                             k: kernels.lines(k),
                             columns: width.min(end_column - column),
                             ..operands.tile(job, first_row + row, column, &block)

@@ -32,6 +32,11 @@ impl RawEpilogue {
         self.bias.is_null() && self.residual.is_null() && self.rounded.is_null()
     }
 
+    /// Returns the address of the rounded result, which is null if there is none.
+    pub fn rounded(self) -> *mut bf16 {
+        self.rounded
+    }
+
     /// Returns the epilogue of a tile that begins `at` elements after the first of C, in a column `columns` after the
     /// first.
     pub fn from(mut self, at: usize, columns: usize) -> Self {

@@ -63,6 +63,24 @@ pub struct Tile {
     pub epilogue: RawEpilogue,
 }
 
+impl Tile {
+    /// Prefetches the lines that the end of the tile reads or writes: two vectors of each row. Otherwise the sums would
+    /// wait for C at the end, and the stores for their lines.
+    #[inline(always)]
+    fn prefetch<const ROWS: usize>(&self, lanes: usize) {
+        let rounded = self.epilogue.rounded();
+        for row in (0..ROWS).map(|row| row * self.c_row) {
+            if self.accumulate || rounded.is_null() {
+                prefetch(self.c.wrapping_add(row));
+                prefetch(self.c.wrapping_add(row + lanes));
+            }
+            if !rounded.is_null() {
+                prefetch(rounded.wrapping_add(row).cast());
+            }
+        }
+    }
+}
+
 /// An element type of a product's operands: f32 or bf16.
 pub trait Factor: Float {
     /// True for bf16.
@@ -294,13 +312,7 @@ unsafe fn micro<V: Vector, const ROWS: usize, const A_ROW: usize, const A_K: usi
     unsafe {
         let mut sums = [[V::splat(0.0); 2]; ROWS];
         let (mut a, mut b) = (tile.a, tile.b);
-        if tile.accumulate {
-            // Otherwise the sums would wait for C at the end.
-            for row in 0..ROWS {
-                prefetch(tile.c.wrapping_add(row * tile.c_row));
-                prefetch(tile.c.wrapping_add(row * tile.c_row + V::LANES));
-            }
-        }
+        tile.prefetch::<ROWS>(V::LANES);
         for _ in 0..tile.k {
             let panel = [V::load(b), V::load(b.add(V::LANES))];
             for row in 0..ROWS {

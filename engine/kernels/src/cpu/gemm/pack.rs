@@ -5,7 +5,7 @@ use super::kernel::{COLUMN_STRIDE, Factor, Layout};
 use super::place::PART_ROWS;
 pub use super::place::PackedA;
 use crate::cpu::Float;
-use crate::cpu::simd::{Vector, prefetch};
+use crate::cpu::simd::{Vector, prefetch, prefetch_row};
 
 use half::bf16;
 
@@ -21,14 +21,6 @@ pub struct Source<T = f32> {
 /// Number of rows by which prefetches of B are ahead of the copy. The hardware does not prefetch rows that are far
 /// apart, such as those of a head in a packed `qkv`.
 const AHEAD: usize = 16;
-
-/// Prefetches `len` elements that begin `ahead` elements after `from`.
-#[inline(always)]
-fn prefetch_row<T>(from: *const T, ahead: usize, len: usize) {
-    for line in (0..len).step_by(64 / size_of::<T>()) {
-        prefetch(from.wrapping_add(ahead + line).cast());
-    }
-}
 
 /// Packs `k` × `columns` of B as `k` lines of two vectors. Missing columns are filled with zeros.
 ///

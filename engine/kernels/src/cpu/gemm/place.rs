@@ -25,6 +25,8 @@ const CHUNK_LEN: usize = 1 << 20;
 pub(super) const PART_ROWS: usize = COLUMN_STRIDE;
 /// Number of columns of a part of B: a multiple of every level's panel width.
 const PART_COLUMNS: usize = 32;
+/// Number of columns of the narrowest panel of any level: two vectors of four lanes.
+pub(super) const NARROWEST_PANEL: usize = 8;
 /// Maximum number of rows for which each thread packs B itself. For so few rows, packing B together would save less
 /// time than threads spend waiting for each other.
 const FEW_ROWS: usize = 64;
