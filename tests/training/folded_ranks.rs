@@ -67,7 +67,7 @@ fn folded_experts_train_as_on_one_rank() {
 /// without.
 #[test]
 fn folded_experts_are_evaluated_and_recomputed() {
-    for (turn, &(mesh, sequence_parallel)) in few(&meshes(), 5).iter().enumerate() {
+    for (turn, &(mesh, sequence_parallel)) in few(&meshes(), 3).iter().enumerate() {
         let kind = Kind::MOE[turn % Kind::MOE.len()];
         let parts = case(kind, mesh, sequence_parallel).options.step.parts();
         let on = |mesh: Mesh, sequence_parallel, recompute: &str| {

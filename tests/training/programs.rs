@@ -4,13 +4,14 @@ use gapless::allocators::{Comparison, Kind, Requests, compare};
 use gapless::engine::compile::Executable;
 use gapless::models::{Gpt, GptConfig, Llama, LlamaConfig, Moe, MoeConfig, MoeStyle};
 use gapless::{StepOptions, TrainOptions};
+use gapless_testing::in_turn;
 
 use crate::common::on_cpu;
 
 fn programs() -> Vec<(String, Executable)> {
     let mut programs = Vec::new();
-    for micro_batches in [1, 2, 8] {
-        for keep_gradients in [false, true] {
+    for (turn, micro_batches) in [1, 2, 8].into_iter().enumerate() {
+        for &keep_gradients in in_turn(&[false, true], turn) {
             let options = TrainOptions {
                 step: StepOptions { batch: 8, sequence: 128, micro_batches, keep_gradients, ..on_cpu().step },
                 ..on_cpu()

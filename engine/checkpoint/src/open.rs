@@ -297,7 +297,9 @@ impl TensorReader<'_> {
             } else {
                 if self.index != Some(index) {
                     self.index = None;
-                    self.chunk.resize(chunk_bytes, 0);
+                    if self.chunk.len() != chunk_bytes {
+                        self.chunk = vec![0; chunk_bytes];
+                    }
                     read_chunk(self.section, &mut self.file, index, &mut self.chunk)?;
                     self.index = Some(index);
                 }

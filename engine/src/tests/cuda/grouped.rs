@@ -37,7 +37,7 @@ fn check_runs(sources: usize, experts: usize, lengths: &[u32], unused: usize, (w
 /// aligned or not, and some are larger than a tile.
 #[test]
 fn rows_that_are_shared_unequally() {
-    for &extents in few(&[(37, 23), (40, 136), (130, 33), (328, 264)], 2) {
+    for &extents in few(&[(37, 23), (40, 136), (130, 33), (328, 264)], 1) {
         check_runs(1, 6, &[9, 0, 0, 0, 131, 3, 1, 65, 0, 0, 0, 17], 5, extents);
     }
     check_runs(1, 3, &[64, 128, 1], 0, (64, 64));
@@ -61,7 +61,7 @@ fn rows_of_many_experts() {
 #[test]
 fn tiles_that_share_a_block() {
     let lengths: Vec<u32> = (0..140).map(|expert| expert % 3).collect();
-    check_runs(1, 140, &lengths, 3, (16, 24));
+    check_runs(1, 140, &lengths, 3, (8, 16));
 }
 
 /// An expert's rows come from several ranks, ordered by rank.

@@ -214,13 +214,14 @@ fn heads_with_their_loss() {
         let rows: usize = x[..2].iter().product();
         let targets: Vec<u32> = (0..rows).map(|row| (row * 5 % vocabulary) as u32).collect();
         let smooth = LossTerms { label_smoothing: 0.1, z_loss: 0.01 };
-        for (gradient, terms, cap) in [
+        let ways = [
             (None, LossTerms::NONE, None),
             (None, smooth, Some(0.7)),
             (Some(0.25), LossTerms::NONE, None),
             (Some(0.25), smooth, None),
             (Some(0.25), LossTerms::NONE, Some(0.7)),
-        ] {
+        ];
+        for &(gradient, terms, cap) in few(&ways, 3) {
             let given = [&x[..], &[vocabulary, x[2]]];
             let ids = [(&x[..2], &targets[..])];
             check(&["linear_cross_entropy"], &given, &ids, |x, ids| {

@@ -3,7 +3,7 @@
 use std::ops::ControlFlow;
 
 use gapless_parallel::{Axes, Axis, Mesh, by_name};
-use gapless_testing::{every_other, few};
+use gapless_testing::{every_other, few, in_turn};
 
 use super::mixture::{Mixture, mixtures};
 use super::processor::device;
@@ -246,6 +246,8 @@ fn divided_ranks_train_as_on_the_cpu() {
 
 /// Trains 12 steps on ranks that divide weights, tokens or experts. All routers with a capacity are among the mixtures.
 pub fn compare_divided(device: impl Fn(usize) -> Box<dyn Device> + Sync) {
+    // In slow mode, differences add up over more steps.
+    let steps = *in_turn(&[STEPS, 12], 0).last().expect("one at least");
     // A multiple of twice the context ranks.
     const TOKENS: usize = 8;
     let one = Mesh::default();
@@ -260,7 +262,7 @@ pub fn compare_divided(device: impl Fn(usize) -> Box<dyn Device> + Sync) {
         for (mesh, sequence_parallel) in every_other(&dense, turn) {
             let what = format!("{style:?} on {mesh:?}, sequence parallel: {sequence_parallel}");
             let model = |vb| Small::over(TOKENS, style, vb);
-            compare_steps(12, &what, &options(mesh, sequence_parallel), &device, model);
+            compare_steps(steps, &what, &options(mesh, sequence_parallel), &device, model);
         }
     }
     let fold = Axes::of(&[Axis::Data, Axis::Tensor]);
@@ -276,7 +278,7 @@ pub fn compare_divided(device: impl Fn(usize) -> Box<dyn Device> + Sync) {
         for (mesh, sequence_parallel) in every_other(&folded, turn) {
             let what = format!("{name} on {mesh:?}, sequence parallel: {sequence_parallel}");
             let model = |vb| Mixture::over(TOKENS, &config, is_shared, vb);
-            compare_steps(12, &what, &options(mesh, sequence_parallel), &device, model);
+            compare_steps(steps, &what, &options(mesh, sequence_parallel), &device, model);
         }
     }
 }
