@@ -8,7 +8,7 @@ use gapless::models::{Gpt, GptConfig, Llama, LlamaConfig, Moe, MoeConfig, MoeSty
 use gapless::nn::{Embedding, LayerNorm, Linear, Module, VarBuilder, embedding, layer_norm, linear};
 use gapless::parallel::{Axes, by_name};
 use gapless::{Mesh, Model, Pipeline, Recompute, StepOptions, Tensor};
-use gapless_testing::{every_other, few, in_turn};
+use gapless_testing::{every_other, few};
 
 use crate::common::moe;
 use crate::tensor_ranks::options;
@@ -162,7 +162,7 @@ fn ranks_with_unequal_parts_have_the_same_collectives() {
         ("a budget", |step| step.memory.budget = Some(1 << 30)),
     ];
     for (turn, &mesh) in few(&meshes, 6).iter().enumerate() {
-        for &(index, target) in in_turn(&[(0, Target::Cpu { threads: 1 }), (1, Target::Cuda)], turn / 2) {
+        for (index, target) in every_other(&[(0, Target::Cpu { threads: 1 }), (1, Target::Cuda)], turn / 2) {
             for sequence_parallel in every_other(&[true, false], turn / 5 + index) {
                 for (name, set) in every_other(&settings, turn) {
                     let mut step = options(mesh, sequence_parallel, 24, SEQUENCE).step;

@@ -327,7 +327,7 @@ unsafe fn tile_privately<A: Factor, B: Factor>(
     }
 }
 
-/// A tile of C and one k block.
+/// A tile of C with at most [`BLOCK_ROWS`] rows, and one k block.
 struct TileBlock {
     rows: Range<usize>,
     columns: Range<usize>,
@@ -347,34 +347,30 @@ unsafe fn multiply<A: Factor, B: Factor>(
     packed_b: PackedB<'_>,
 ) {
     let TileBlock { rows, columns, block } = part;
-    let width = kernels.columns;
-    let k = block.len();
+    let (width, height, k) = (kernels.columns, rows.len(), block.len());
     let layout = layout_of(job.a);
 
     // SAFETY: every address below is that of an element of the tile or of the packed blocks.
     unsafe {
-        for first_row in rows.clone().step_by(BLOCK_ROWS) {
-            let height = BLOCK_ROWS.min(rows.end - first_row);
-            let from = offset(operands.a, first_row, block.start, job.a.row, job.a.column);
-            A::pack_rows(kernels, &Source { start: from, strides: job.a }, height, k, layout, packed_a);
-            for first_column in columns.clone().step_by(BLOCK_COLUMNS) {
-                let end_column = columns.end.min(first_column + BLOCK_COLUMNS);
-                let mut panels = [std::ptr::null_mut(); BLOCK_COLUMNS / NARROWEST_PANEL];
-                for (column, panel) in (first_column..end_column).step_by(width).zip(&mut panels) {
-                    *panel = packed_b.panel(column - columns.start);
-                }
-                for row in (0..height).step_by(kernels.rows()) {
-                    let height = kernels.rows().min(height - row);
-                    for (column, &panel) in (first_column..end_column).step_by(width).zip(&panels) {
-                        let tile = Tile {
-                            a: packed_a.row(row, layout),
-                            b: panel,
-                            k: kernels.lines(k),
-                            columns: width.min(end_column - column),
-                            ..operands.tile(job, first_row + row, column, &block)
-                        };
-                        kernels.panel(layout, height, tile);
-                    }
+        let from = offset(operands.a, rows.start, block.start, job.a.row, job.a.column);
+        A::pack_rows(kernels, &Source { start: from, strides: job.a }, height, k, layout, packed_a);
+        for first_column in columns.clone().step_by(BLOCK_COLUMNS) {
+            let end_column = columns.end.min(first_column + BLOCK_COLUMNS);
+            let mut panels = [std::ptr::null_mut(); BLOCK_COLUMNS / NARROWEST_PANEL];
+            for (column, panel) in (first_column..end_column).step_by(width).zip(&mut panels) {
+                *panel = packed_b.panel(column - columns.start);
+            }
+            for row in (0..height).step_by(kernels.rows()) {
+                let height = kernels.rows().min(height - row);
+                for (column, &panel) in (first_column..end_column).step_by(width).zip(&panels) {
+                    let tile = Tile {
+                        a: packed_a.row(row, layout),
+                        b: panel,
+                        k: kernels.lines(k),
+                        columns: width.min(end_column - column),
+                        ..operands.tile(job, rows.start + row, column, &block)
+                    };
+                    kernels.panel(layout, height, tile);
                 }
             }
         }
