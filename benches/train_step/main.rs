@@ -150,7 +150,7 @@ fn compare(options: &Options) -> anyhow::Result<()> {
         process.finish()?;
     }
 
-    let flops = Model::new(options).flops(&side::step_options(options, candle_core::DType::F32)?)? as f64;
+    let flops = Model::new(options).program(&side::step_options(options, candle_core::DType::F32)?)?.flops() as f64;
     let peak = Peak::known();
     println!("{}; a step takes {:.1} GFLOP", describe(peak), flops / 1e9);
     println!(

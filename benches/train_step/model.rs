@@ -1,6 +1,6 @@
 //! The models that all sides train.
 
-use gapless::engine::compile::{Target, step::program};
+use gapless::engine::compile::{Program, Target, step::program};
 use gapless::models::{Gpt, GptConfig, Llama, LlamaConfig, Moe, MoeConfig, MoeStyle};
 use gapless::{StepOptions, TrainOptions, Trainer};
 
@@ -91,15 +91,14 @@ impl Model {
         std::iter::once(("model", kind.to_owned())).chain(extents).collect()
     }
 
-    /// Returns the floating-point operations of a step, forward and backward, as the engine counts them.
-    pub fn flops(&self, step: &StepOptions) -> anyhow::Result<u64> {
+    /// Returns the program of a step.
+    pub fn program(&self, step: &StepOptions) -> anyhow::Result<Program> {
         let target = Target::Cpu { threads: 1 };
-        let program = match self {
+        Ok(match self {
             Self::Gpt(gpt) => program(|vb| Gpt::new(gpt, vb), step, 0, target)?,
             Self::Llama(llama) => program(|vb| Llama::new(llama, vb), step, 0, target)?,
             Self::Mixtral(moe) => program(|vb| Moe::new(&**moe, vb), step, 0, target)?,
-        };
-        Ok(program.flops())
+        })
     }
 
     /// Creates gapless's trainer.

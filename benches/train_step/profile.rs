@@ -8,11 +8,14 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use cpu_time::ProcessTime;
+use gapless::engine::compile::{InstrKind, Program};
+use gapless::parallel::Rates;
 use tracing::field::{Field, Visit};
 use tracing::span::{Attributes, Id};
 use tracing_subscriber::layer::{Context, Layer, SubscriberExt};
 use tracing_subscriber::registry::LookupSpan;
 
+use crate::model::Model;
 use crate::{Options, median, side, sorted};
 
 /// Prints the time by kind of instruction, and by kind and layer.
@@ -38,9 +41,25 @@ pub fn run(options: &Options) -> anyhow::Result<()> {
         trainer.threads()
     );
     println!("{}", crate::describe(gapless::engine::kernels::cpu::peak::Peak::known()));
-    print("instruction", whole, &steps, |key| key.name.clone());
-    print("instruction and layer", whole, &steps, |key| format!("{} {}", key.name, any_block(&key.layer)));
+    let traffic = traffic(&Model::new(options).program(&side::step_options(options, dtype)?)?);
+    print("instruction", whole, &steps, &traffic, |key| key.name.clone());
+    print("instruction and layer", whole, &steps, &BTreeMap::new(), |key| {
+        format!("{} {}", key.name, any_block(&key.layer))
+    });
     Ok(())
+}
+
+/// Returns the bytes that each kind of instruction reads and writes in a step.
+fn traffic(program: &Program) -> BTreeMap<String, u64> {
+    // At this rate, a byte takes a nanosecond.
+    let rates = Rates { flops: f64::MAX, bytes: 1e9 };
+    let mut bytes = BTreeMap::new();
+    for instr in &program.instrs {
+        if let InstrKind::Compute(op) = &instr.kind {
+            *bytes.entry(op.name().to_owned()).or_default() += instr.nanoseconds(&rates);
+        }
+    }
+    bytes
 }
 
 /// Replaces the block index in a layer's name, so that all blocks are summed. For example, h.3.mlp becomes h.*.mlp.
@@ -49,8 +68,8 @@ fn any_block(layer: &str) -> String {
     layer.split('.').map(star).collect::<Vec<_>>().join(".")
 }
 
-/// Prints a table of median times per step, longest first.
-fn print(title: &str, whole: f64, steps: &[Times], group: impl Fn(&Key) -> String) {
+/// Prints a table of median times per step, longest first, and the rates of memory traffic where it is known.
+fn print(title: &str, whole: f64, steps: &[Times], traffic: &BTreeMap<String, u64>, group: impl Fn(&Key) -> String) {
     let mut rows: BTreeMap<String, (usize, Vec<f64>)> = BTreeMap::new();
     for (index, times) in steps.iter().enumerate() {
         for (key, (count, time)) in times {
@@ -64,9 +83,10 @@ fn print(title: &str, whole: f64, steps: &[Times], group: impl Fn(&Key) -> Strin
         .map(|(name, (calls, ms))| (name, calls / steps.len(), median(&sorted(ms.into_iter()))))
         .collect();
     rows.sort_by(|a, b| b.2.total_cmp(&a.2));
-    println!("\n{title:40}  calls   ms/step   share");
+    println!("\n{title:40}  calls   ms/step   share{}", if traffic.is_empty() { "" } else { "    GB/s" });
     for (name, calls, ms) in rows {
-        println!("{name:40} {calls:6} {ms:9.2} {:6.1}%", 100.0 * ms / whole);
+        let rate = traffic.get(&name).map_or(String::new(), |&bytes| format!("{:8.1}", bytes as f64 / ms / 1e6));
+        println!("{name:40} {calls:6} {ms:9.2} {:6.1}%{rate}", 100.0 * ms / whole);
     }
 }
 

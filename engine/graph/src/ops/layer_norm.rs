@@ -1,7 +1,7 @@
 //! Layer normalisation (Ba et al., arXiv 1607.06450).
 
 use gapless_kernels::Spec;
-use gapless_kernels::cpu::{Args, InPieces, Pieces, reduce, rows_per_task, vectorize};
+use gapless_kernels::cpu::{Args, Float, InPieces, Pieces, reduce, rows_per_task, vectorize, with_float};
 
 use super::norm_grad::{self, expect_vector, stats_of};
 use crate::error::Result;
@@ -41,26 +41,12 @@ impl Op for LayerNorm {
         7 * inputs[0].elements() as u64
     }
 
+    fn runs_in_bf16(&self) -> bool {
+        true
+    }
+
     fn run(&self, args: &mut Args<'_>) {
-        let (y, stats) = (args.output::<f32>(0), args.output::<f32>(1));
-        let (x, weight, bias) = (args.input::<f32>(0), args.input::<f32>(1), args.input::<f32>(2));
-        let width = weight.len();
-        let rows = rows_per_task(width);
-        let tasks = y.pieces_mut(rows * width).zip(x.pieces(rows * width)).zip(stats.pieces_mut(rows * 2));
-        tasks.for_each(|((y, x), stats)| {
-            let rows = y.chunks_exact_mut(width).zip(x.chunks_exact(width)).zip(stats.chunks_exact_mut(2));
-            vectorize!({
-                for ((y, x), stats) in rows {
-                    let mean = reduce::sum(x, |x| x) / width as f32;
-                    let variance = reduce::sum(x, |x| (x - mean) * (x - mean)) / width as f32;
-                    let rstd = 1.0 / (variance + self.eps as f32).sqrt();
-                    (stats[0], stats[1]) = (mean, rstd);
-                    for (y, (&x, (&w, &b))) in y.iter_mut().zip(x.iter().zip(weight.iter().zip(bias))) {
-                        *y = (x - mean) * rstd * w + b;
-                    }
-                }
-            });
-        });
+        with_float!(args.output_dtype(0), T => self.run_in::<T>(args));
     }
     fn cuda_fusible(&self) -> Option<gapless_kernels::cuda::Fusible> {
         Some(gapless_kernels::cuda::Fusible::Norm { is_centred: true, eps: self.eps })
@@ -80,5 +66,29 @@ impl Op for LayerNorm {
             y.extend(row.iter().zip(&weight.data).zip(&bias.data).map(|((x, w), b)| (x - mean) * rstd * w + b));
         }
         vec![Array::new(&x.dims, y), Array::new(&[stats.len() / 2, 2], stats)]
+    }
+}
+
+impl LayerNorm {
+    fn run_in<T: Float>(&self, args: &mut Args<'_>) {
+        let (y, stats) = (args.output::<T>(0), args.output::<f32>(1));
+        let (x, weight, bias) = (args.input::<T>(0), args.input::<T>(1), args.input::<T>(2));
+        let width = weight.len();
+        let rows = rows_per_task(width);
+        let tasks = y.pieces_mut(rows * width).zip(x.pieces(rows * width)).zip(stats.pieces_mut(rows * 2));
+        tasks.for_each(|((y, x), stats)| {
+            let rows = y.chunks_exact_mut(width).zip(x.chunks_exact(width)).zip(stats.chunks_exact_mut(2));
+            vectorize!({
+                for ((y, x), stats) in rows {
+                    let mean = reduce::sum(x, |x| x) / width as f32;
+                    let variance = reduce::sum(x, |x| (x - mean) * (x - mean)) / width as f32;
+                    let rstd = 1.0 / (variance + self.eps as f32).sqrt();
+                    (stats[0], stats[1]) = (mean, rstd);
+                    for (y, (&x, (&w, &b))) in y.iter_mut().zip(x.iter().zip(weight.iter().zip(bias))) {
+                        *y = T::store((x.load() - mean) * rstd * w.load() + b.load());
+                    }
+                }
+            });
+        });
     }
 }

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use candle_core::DType;
 use gapless_kernels::Spec;
 use gapless_kernels::cpu::simd::prefetch_row;
-use gapless_kernels::cpu::{Args, InPieces, Pieces, reduce, rows_per_task, vectorize};
+use gapless_kernels::cpu::{Args, Float, InPieces, Pieces, reduce, rows_per_task, vectorize, with_float};
 
 use super::OutputTypes;
 use crate::error::Result;
@@ -161,34 +161,12 @@ impl Op for NormGradWeight {
         Some(Arc::new(Self { types: self.types.with(index, dtype) }))
     }
 
+    fn reads_bf16(&self, _: usize) -> bool {
+        true
+    }
+
     fn run(&self, args: &mut Args<'_>) {
-        let accumulate = [args.accumulate(0), args.accumulate(1)];
-        let (d_weight, d_bias) = (args.output::<f32>(0), args.output::<f32>(1));
-        let (x, stats, dy) = (args.input::<f32>(0), args.input::<f32>(1), args.input::<f32>(2));
-        let width = d_weight.len();
-        let tasks = d_weight.pieces_mut(COLUMNS).zip(d_bias.pieces_mut(COLUMNS)).enumerate();
-        tasks.for_each(|(task, (d_weight, d_bias))| {
-            let columns = task * COLUMNS..task * COLUMNS + d_weight.len();
-            if !accumulate[0] {
-                d_weight.fill(0.0);
-            }
-            if !accumulate[1] {
-                d_bias.fill(0.0);
-            }
-            let rows = x.chunks_exact(width).zip(dy.chunks_exact(width)).zip(stats.chunks_exact(2));
-            vectorize!({
-                for ((x, dy), stats) in rows {
-                    let (x, dy) = (&x[columns.clone()], &dy[columns.clone()]);
-                    prefetch_row(x.as_ptr(), AHEAD * width, x.len());
-                    prefetch_row(dy.as_ptr(), AHEAD * width, dy.len());
-                    let (mean, rstd) = (stats[0], stats[1]);
-                    for ((dw, db), (&x, &dy)) in d_weight.iter_mut().zip(d_bias.iter_mut()).zip(x.iter().zip(dy)) {
-                        *dw += dy * (x - mean) * rstd;
-                        *db += dy;
-                    }
-                }
-            });
-        });
+        with_float!(args.input_dtype(0), T => self.run_in::<T>(args));
     }
     fn cuda_fusible(&self) -> Option<gapless_kernels::cuda::Fusible> {
         Some(gapless_kernels::cuda::Fusible::NormGradWeight)
@@ -211,5 +189,37 @@ impl Op for NormGradWeight {
             }
         }
         vec![d_weight, d_bias]
+    }
+}
+
+impl NormGradWeight {
+    fn run_in<T: Float>(&self, args: &mut Args<'_>) {
+        let accumulate = [args.accumulate(0), args.accumulate(1)];
+        let (d_weight, d_bias) = (args.output::<f32>(0), args.output::<f32>(1));
+        let (x, stats, dy) = (args.input::<T>(0), args.input::<f32>(1), args.input::<T>(2));
+        let width = d_weight.len();
+        let tasks = d_weight.pieces_mut(COLUMNS).zip(d_bias.pieces_mut(COLUMNS)).enumerate();
+        tasks.for_each(|(task, (d_weight, d_bias))| {
+            let columns = task * COLUMNS..task * COLUMNS + d_weight.len();
+            if !accumulate[0] {
+                d_weight.fill(0.0);
+            }
+            if !accumulate[1] {
+                d_bias.fill(0.0);
+            }
+            let rows = x.chunks_exact(width).zip(dy.chunks_exact(width)).zip(stats.chunks_exact(2));
+            vectorize!({
+                for ((x, dy), stats) in rows {
+                    let (x, dy) = (&x[columns.clone()], &dy[columns.clone()]);
+                    prefetch_row(x.as_ptr(), AHEAD * width, x.len());
+                    prefetch_row(dy.as_ptr(), AHEAD * width, dy.len());
+                    let (mean, rstd) = (stats[0], stats[1]);
+                    for ((dw, db), (&x, &dy)) in d_weight.iter_mut().zip(d_bias.iter_mut()).zip(x.iter().zip(dy)) {
+                        *dw += dy.load() * (x.load() - mean) * rstd;
+                        *db += dy.load();
+                    }
+                }
+            });
+        });
     }
 }

@@ -1,7 +1,7 @@
 //! Root-mean-square normalisation (Zhang & Sennrich, arXiv 1910.07467).
 
 use gapless_kernels::Spec;
-use gapless_kernels::cpu::{Args, InPieces, Pieces, reduce, rows_per_task, vectorize};
+use gapless_kernels::cpu::{Args, Float, InPieces, Pieces, reduce, rows_per_task, vectorize, with_float};
 
 use super::norm_grad::{self, expect_vector, stats_of};
 use crate::error::Result;
@@ -40,22 +40,12 @@ impl Op for RmsNorm {
         4 * inputs[0].elements() as u64
     }
 
+    fn runs_in_bf16(&self) -> bool {
+        true
+    }
+
     fn run(&self, args: &mut Args<'_>) {
-        let (y, stats) = (args.output::<f32>(0), args.output::<f32>(1));
-        let (x, weight) = (args.input::<f32>(0), args.input::<f32>(1));
-        let width = weight.len();
-        let rows = rows_per_task(width);
-        let tasks = y.pieces_mut(rows * width).zip(x.pieces(rows * width)).zip(stats.pieces_mut(rows * 2));
-        tasks.for_each(|((y, x), stats)| {
-            let rows = y.chunks_exact_mut(width).zip(x.chunks_exact(width)).zip(stats.chunks_exact_mut(2));
-            vectorize!({
-                for ((y, x), stats) in rows {
-                    let rstd = 1.0 / (reduce::sum(x, |x| x * x) / width as f32 + self.eps as f32).sqrt();
-                    (stats[0], stats[1]) = (0.0, rstd);
-                    y.iter_mut().zip(x.iter().zip(weight)).for_each(|(y, (&x, &w))| *y = x * rstd * w);
-                }
-            });
-        });
+        with_float!(args.output_dtype(0), T => self.run_in::<T>(args));
     }
     fn cuda_fusible(&self) -> Option<gapless_kernels::cuda::Fusible> {
         Some(gapless_kernels::cuda::Fusible::Norm { is_centred: false, eps: self.eps })
@@ -73,5 +63,26 @@ impl Op for RmsNorm {
             y.extend(row.iter().zip(&weight.data).map(|(x, w)| x * rstd * w));
         }
         vec![Array::new(&x.dims, y), Array::new(&[stats.len() / 2, 2], stats)]
+    }
+}
+
+impl RmsNorm {
+    fn run_in<T: Float>(&self, args: &mut Args<'_>) {
+        let (y, stats) = (args.output::<T>(0), args.output::<f32>(1));
+        let (x, weight) = (args.input::<T>(0), args.input::<T>(1));
+        let width = weight.len();
+        let rows = rows_per_task(width);
+        let tasks = y.pieces_mut(rows * width).zip(x.pieces(rows * width)).zip(stats.pieces_mut(rows * 2));
+        tasks.for_each(|((y, x), stats)| {
+            let rows = y.chunks_exact_mut(width).zip(x.chunks_exact(width)).zip(stats.chunks_exact_mut(2));
+            vectorize!({
+                for ((y, x), stats) in rows {
+                    let rstd = 1.0 / (reduce::sum(x, |x| x * x) / width as f32 + self.eps as f32).sqrt();
+                    (stats[0], stats[1]) = (0.0, rstd);
+                    let of_row = y.iter_mut().zip(x.iter().zip(weight));
+                    of_row.for_each(|(y, (&x, &w))| *y = T::store(x.load() * rstd * w.load()));
+                }
+            });
+        });
     }
 }
