@@ -9,7 +9,7 @@ use gapless::{
     AdamW, AdamW8bit, Checkpoint, DType, GenerateOptions, Generation, Lora, Mesh, Model, NextToken, Precision,
     Quantize, QuantizedFormat, Result, StepOptions, TrainOptions, Trainable, Trainer, Window, communicator,
 };
-use gapless_testing::in_turn;
+use gapless_testing::{in_turn, one_of_each};
 
 use crate::common::{Kind, PLANNING, TinyRun, VOCABULARY, on_cpu};
 
@@ -221,13 +221,12 @@ pub fn meshes() -> [(Mesh, bool); 8] {
     ]
 }
 
-/// Saves a checkpoint of each mesh (by default of every other one), and resumes it on the same mesh, on the next one, and on one half a round further. All
-/// have the same bits of parameters and moments, and go on alike. `case` gives the run of the mesh with the second index, of
-/// the model that the first index chooses.
+/// Saves a checkpoint of each mesh (by default of one of two), and resumes it on the same mesh, on the next one, and on one
+/// half a round further. All have the same bits of parameters and moments, and go on alike. `case` gives the run of the
+/// mesh with the second index, of the model that the first index chooses.
 pub fn checkpoints_go_around(meshes: usize, case: impl Fn(usize, usize) -> TinyRun) {
-    let pairs: Vec<_> =
-        (0..meshes).step_by(2).map(|first| (first..meshes.min(first + 2)).collect::<Vec<_>>()).collect();
-    for &turn in pairs.iter().flat_map(|pair| in_turn(pair, 0)) {
+    let turns: Vec<usize> = (0..meshes).collect();
+    for &turn in one_of_each(&turns, 2) {
         let dir = tempfile::tempdir().unwrap();
         let save = |trainer: &mut Trainer| drop(trainer.save(dir.path(), serde_json::Value::Null).unwrap());
         let resume = |trainer: &mut Trainer| {

@@ -298,6 +298,7 @@ impl TensorReader<'_> {
                 if self.index != Some(index) {
                     self.index = None;
                     if self.chunk.len() != chunk_bytes {
+                        // New memory is zero already.
                         self.chunk = vec![0; chunk_bytes];
                     }
                     read_chunk(self.section, &mut self.file, index, &mut self.chunk)?;

@@ -48,7 +48,7 @@ pub use only::only_test;
 pub use page::assert_on_page;
 pub use processes::mpirun;
 pub use proptest;
-pub use skipped::{every_other, few, in_turn, next_to_repository, not_checked, slow_tests_enabled};
+pub use skipped::{every_other, few, in_turn, next_to_repository, not_checked, one_of_each, slow_tests_enabled};
 
 /// The imports for a file with generated tests. `proptest!` itself is not included, because it draws different cases
 /// in every run.

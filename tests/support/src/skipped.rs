@@ -47,6 +47,17 @@ pub fn in_turn<T>(all: &[T], turn: usize) -> &[T] {
     std::slice::from_ref(&all[turn % all.len()])
 }
 
+/// With `GAPLESS_SLOW_TESTS`, returns all elements. Without it, returns one of each `count` adjacent elements, with its
+/// place among them in turn, and reports this.
+#[track_caller]
+pub fn one_of_each<T>(all: &[T], count: usize) -> Vec<&T> {
+    let mut some = Vec::new();
+    for (turn, adjacent) in all.chunks(count).enumerate() {
+        some.extend(in_turn(adjacent, turn));
+    }
+    some
+}
+
 /// With `GAPLESS_SLOW_TESTS`, returns every other element, from the one at `turn` (modulo 2) on. Without it, the same as
 /// [`in_turn`]. If a loop passes the number of its iteration as `turn`, each element meets half of the iterations: this is
 /// for combinations of which no pair is special, and which take long.

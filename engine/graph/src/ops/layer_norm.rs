@@ -1,9 +1,9 @@
 //! Layer normalisation (Ba et al., arXiv 1607.06450).
 
 use gapless_kernels::Spec;
-use gapless_kernels::cpu::{Args, Float, InPieces, Pieces, reduce, rows_per_task, vectorize, with_float};
+use gapless_kernels::cpu::{Args, Float, reduce, vectorize, with_float};
 
-use super::norm_grad::{self, expect_vector, stats_of};
+use super::norm_grad::{self, each_normalized_row, expect_vector, stats_of};
 use crate::error::Result;
 use crate::reference::{Array, Reference};
 use crate::rule::Rule;
@@ -71,22 +71,15 @@ impl Op for LayerNorm {
 
 impl LayerNorm {
     fn run_in<T: Float>(&self, args: &mut Args<'_>) {
-        let (y, stats) = (args.output::<T>(0), args.output::<f32>(1));
-        let (x, weight, bias) = (args.input::<T>(0), args.input::<T>(1), args.input::<T>(2));
-        let width = weight.len();
-        let rows = rows_per_task(width);
-        let tasks = y.pieces_mut(rows * width).zip(x.pieces(rows * width)).zip(stats.pieces_mut(rows * 2));
-        tasks.for_each(|((y, x), stats)| {
-            let rows = y.chunks_exact_mut(width).zip(x.chunks_exact(width)).zip(stats.chunks_exact_mut(2));
+        let (weight, bias) = (args.input::<T>(1), args.input::<T>(2));
+        each_normalized_row::<T>(args, |y, x, stats| {
             vectorize!({
-                for ((y, x), stats) in rows {
-                    let mean = reduce::sum(x, |x| x) / width as f32;
-                    let variance = reduce::sum(x, |x| (x - mean) * (x - mean)) / width as f32;
-                    let rstd = 1.0 / (variance + self.eps as f32).sqrt();
-                    (stats[0], stats[1]) = (mean, rstd);
-                    for (y, (&x, (&w, &b))) in y.iter_mut().zip(x.iter().zip(weight.iter().zip(bias))) {
-                        *y = T::store((x.load() - mean) * rstd * w.load() + b.load());
-                    }
+                let mean = reduce::sum(x, |x| x) / x.len() as f32;
+                let variance = reduce::sum(x, |x| (x - mean) * (x - mean)) / x.len() as f32;
+                let rstd = 1.0 / (variance + self.eps as f32).sqrt();
+                *stats = [mean, rstd];
+                for (y, (&x, (&w, &b))) in y.iter_mut().zip(x.iter().zip(weight.iter().zip(bias))) {
+                    *y = T::store((x.load() - mean) * rstd * w.load() + b.load());
                 }
             });
         });

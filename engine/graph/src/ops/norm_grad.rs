@@ -49,6 +49,19 @@ pub(super) fn stats_of(x: &Spec) -> Spec {
     Spec::f32((x.elements() / super::width(x.dims()), 2))
 }
 
+/// Calls `f` for each row of a normalization, with the row of y, that of x, and the row's (mean, rstd) to write.
+pub(super) fn each_normalized_row<T: Float>(args: &mut Args<'_>, f: impl Fn(&mut [T], &[T], &mut [f32; 2]) + Sync) {
+    let (y, stats, x) = (args.output::<T>(0), args.output::<f32>(1), args.input::<T>(0));
+    let width = super::width(args.output_dims(0));
+    let rows = rows_per_task(width);
+    let tasks = y.pieces_mut(rows * width).zip(x.pieces(rows * width)).zip(stats.pieces_mut(rows * 2));
+    tasks.for_each(|((y, x), stats)| {
+        let (stats, _) = stats.as_chunks_mut();
+        let rows = y.chunks_exact_mut(width).zip(x.chunks_exact(width)).zip(stats);
+        rows.for_each(|((y, x), stats)| f(y, x, stats));
+    });
+}
+
 /// The gradient dx, from (x, weight, stats, dy).
 #[derive(Debug, Clone, Copy)]
 struct NormGradInput {
@@ -129,7 +142,7 @@ struct NormGradWeight {
     types: OutputTypes<2>,
 }
 
-/// Number of columns that one task computes: four cache lines of each row.
+/// Number of columns that one task computes: four cache lines of each row in f32.
 const COLUMNS: usize = 64;
 /// Number of rows by which prefetches are ahead of the sums. The hardware does not prefetch a few lines of rows that are
 /// far apart.

@@ -1,9 +1,9 @@
 //! Root-mean-square normalisation (Zhang & Sennrich, arXiv 1910.07467).
 
 use gapless_kernels::Spec;
-use gapless_kernels::cpu::{Args, Float, InPieces, Pieces, reduce, rows_per_task, vectorize, with_float};
+use gapless_kernels::cpu::{Args, Float, reduce, vectorize, with_float};
 
-use super::norm_grad::{self, expect_vector, stats_of};
+use super::norm_grad::{self, each_normalized_row, expect_vector, stats_of};
 use crate::error::Result;
 use crate::reference::{Array, Reference};
 use crate::rule::Rule;
@@ -68,19 +68,13 @@ impl Op for RmsNorm {
 
 impl RmsNorm {
     fn run_in<T: Float>(&self, args: &mut Args<'_>) {
-        let (y, stats) = (args.output::<T>(0), args.output::<f32>(1));
-        let (x, weight) = (args.input::<T>(0), args.input::<T>(1));
-        let width = weight.len();
-        let rows = rows_per_task(width);
-        let tasks = y.pieces_mut(rows * width).zip(x.pieces(rows * width)).zip(stats.pieces_mut(rows * 2));
-        tasks.for_each(|((y, x), stats)| {
-            let rows = y.chunks_exact_mut(width).zip(x.chunks_exact(width)).zip(stats.chunks_exact_mut(2));
+        let weight = args.input::<T>(1);
+        each_normalized_row::<T>(args, |y, x, stats| {
             vectorize!({
-                for ((y, x), stats) in rows {
-                    let rstd = 1.0 / (reduce::sum(x, |x| x * x) / width as f32 + self.eps as f32).sqrt();
-                    (stats[0], stats[1]) = (0.0, rstd);
-                    let of_row = y.iter_mut().zip(x.iter().zip(weight));
-                    of_row.for_each(|(y, (&x, &w))| *y = T::store(x.load() * rstd * w.load()));
+                let rstd = 1.0 / (reduce::sum(x, |x| x * x) / x.len() as f32 + self.eps as f32).sqrt();
+                *stats = [0.0, rstd];
+                for (y, (&x, &w)) in y.iter_mut().zip(x.iter().zip(weight)) {
+                    *y = T::store(x.load() * rstd * w.load());
                 }
             });
         });

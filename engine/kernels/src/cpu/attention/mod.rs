@@ -28,7 +28,7 @@ use crate::Fold;
 use crate::cpu::gemm::kernel::{Kernels, ROW_STRIDE};
 use crate::cpu::gemm::{BLOCK_K, Factor};
 use crate::cpu::scratch::{PartLayout, Scratch};
-use crate::cpu::simd::{Level, prefetch};
+use crate::cpu::simd::{Level, prefetch_row};
 
 pub use self::check::AttentionError;
 
@@ -466,10 +466,8 @@ impl<T: Copy> Head<T> {
     /// The tokens must exist.
     unsafe fn prefetch(self, tokens: Range<usize>, size: usize) {
         for token in tokens {
-            for line in (0..size).step_by(64 / size_of::<T>()) {
-                // SAFETY: by this function's contract.
-                unsafe { prefetch(self.at(token).add(line).cast()) };
-            }
+            // SAFETY: by this function's contract.
+            prefetch_row(unsafe { self.at(token) }, 0, size);
         }
     }
 }
