@@ -5,7 +5,7 @@ use std::sync::Arc;
 use candle_core::DType;
 use gapless_kernels::Spec;
 use gapless_kernels::cpu::gemm::{Epilogue, Factor, Gemm, Mode, Strides};
-use gapless_kernels::cpu::{Args, InPieces, Pieces, vectorize, with_float};
+use gapless_kernels::cpu::{Args, InPieces, Pieces, columns_per_task, vectorize, with_float};
 
 use super::OutputTypes;
 use crate::error::Result;
@@ -238,8 +238,9 @@ impl LinearGradWeight {
             d_bias.fill(0.0);
         }
         let width = d_bias.len();
-        d_bias.pieces_mut(COLUMNS).enumerate().for_each(|(task, d_bias)| {
-            let columns = task * COLUMNS..task * COLUMNS + d_bias.len();
+        let per_task = columns_per_task(width);
+        d_bias.pieces_mut(per_task).enumerate().for_each(|(task, d_bias)| {
+            let columns = task * per_task..task * per_task + d_bias.len();
             vectorize!({
                 for row in dy.chunks_exact(width) {
                     d_bias.iter_mut().zip(&row[columns.clone()]).for_each(|(sum, dy)| *sum += dy.load());
@@ -248,9 +249,6 @@ impl LinearGradWeight {
         });
     }
 }
-
-/// Number of columns of the bias that one task computes: four cache lines of each row.
-const COLUMNS: usize = 64;
 
 impl Op for LinearGradWeight {
     fn name(&self) -> &'static str {

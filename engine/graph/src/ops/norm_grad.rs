@@ -8,7 +8,9 @@ use std::sync::Arc;
 use candle_core::DType;
 use gapless_kernels::Spec;
 use gapless_kernels::cpu::simd::prefetch_row;
-use gapless_kernels::cpu::{Args, Float, InPieces, Pieces, reduce, rows_per_task, vectorize, with_float};
+use gapless_kernels::cpu::{
+    Args, Float, InPieces, Pieces, columns_per_task, reduce, rows_per_task, vectorize, with_float,
+};
 
 use super::OutputTypes;
 use crate::error::Result;
@@ -89,30 +91,14 @@ impl Op for NormGradInput {
         &[(3, 0)]
     }
 
-    fn run(&self, args: &mut Args<'_>) {
-        let dx = args.output::<f32>(0);
-        let (x, weight, stats) = (args.input::<f32>(0), args.input::<f32>(1), args.input::<f32>(2));
-        if !args.is_overwritten(3) {
-            dx.copy_from_slice(args.input(3));
-        }
-        let width = weight.len();
-        let rows = rows_per_task(width);
-        let tasks = dx.pieces_mut(rows * width).zip(x.pieces(rows * width)).zip(stats.pieces(rows * 2));
-        tasks.for_each(|((dx, x), stats)| {
-            let rows = dx.chunks_exact_mut(width).zip(x.chunks_exact(width)).zip(stats.chunks_exact(2));
-            vectorize!({
-                for ((dx, x), stats) in rows {
-                    let (mean, rstd) = (stats[0], stats[1]);
-                    dx.iter_mut().zip(weight).for_each(|(dy, &w)| *dy *= w);
-                    let mean_g = if self.centred { reduce::sum(dx, |g| g) / width as f32 } else { 0.0 };
-                    let mean_gx = reduce::sum2(dx, x, |g, x| g * (x - mean)) * rstd / width as f32;
-                    for (dx, &x) in dx.iter_mut().zip(x) {
-                        *dx = rstd * (*dx - mean_g - (x - mean) * rstd * mean_gx);
-                    }
-                }
-            });
-        });
+    fn runs_in_bf16(&self) -> bool {
+        true
     }
+
+    fn run(&self, args: &mut Args<'_>) {
+        with_float!(args.output_dtype(0), T => self.run_in::<T>(args));
+    }
+
     fn cuda_fusible(&self) -> Option<gapless_kernels::cuda::Fusible> {
         Some(gapless_kernels::cuda::Fusible::NormGradInput { is_centred: self.centred })
     }
@@ -135,6 +121,34 @@ impl Op for NormGradInput {
     }
 }
 
+impl NormGradInput {
+    fn run_in<T: Float>(&self, args: &mut Args<'_>) {
+        let dx = args.output::<T>(0);
+        let (x, weight, stats) = (args.input::<T>(0), args.input::<T>(1), args.input::<f32>(2));
+        if !args.is_overwritten(3) {
+            dx.copy_from_slice(args.input(3));
+        }
+        let width = weight.len();
+        let rows = rows_per_task(width);
+        let tasks = dx.pieces_mut(rows * width).zip(x.pieces(rows * width)).zip(stats.pieces(rows * 2));
+        tasks.for_each(|((dx, x), stats)| {
+            let rows = dx.chunks_exact_mut(width).zip(x.chunks_exact(width)).zip(stats.chunks_exact(2));
+            vectorize!({
+                for ((dx, x), stats) in rows {
+                    let (mean, rstd) = (stats[0], stats[1]);
+                    let [sum_g, sum_gx] = reduce::sums3(dx, x, weight, |dy, x, w| [dy * w, dy * w * (x - mean)]);
+                    let mean_g = if self.centred { sum_g / width as f32 } else { 0.0 };
+                    let mean_gx = sum_gx * rstd / width as f32;
+                    for (dx, (&x, &w)) in dx.iter_mut().zip(x.iter().zip(weight)) {
+                        let g = dx.load() * w.load();
+                        *dx = T::store(rstd * (g - mean_g - (x.load() - mean) * rstd * mean_gx));
+                    }
+                }
+            });
+        });
+    }
+}
+
 /// The gradients (d_weight, d_bias), from (x, stats, dy). Columns are processed in parallel. In each column, rows are
 /// added in order.
 #[derive(Debug, Clone, Copy, Default)]
@@ -142,8 +156,6 @@ struct NormGradWeight {
     types: OutputTypes<2>,
 }
 
-/// Number of columns that one task computes: four cache lines of each row in f32.
-const COLUMNS: usize = 64;
 /// Number of rows by which prefetches are ahead of the sums. The hardware does not prefetch a few lines of rows that are
 /// far apart.
 const AHEAD: usize = 16;
@@ -211,9 +223,10 @@ impl NormGradWeight {
         let (d_weight, d_bias) = (args.output::<f32>(0), args.output::<f32>(1));
         let (x, stats, dy) = (args.input::<T>(0), args.input::<f32>(1), args.input::<T>(2));
         let width = d_weight.len();
-        let tasks = d_weight.pieces_mut(COLUMNS).zip(d_bias.pieces_mut(COLUMNS)).enumerate();
+        let per_task = columns_per_task(width);
+        let tasks = d_weight.pieces_mut(per_task).zip(d_bias.pieces_mut(per_task)).enumerate();
         tasks.for_each(|(task, (d_weight, d_bias))| {
-            let columns = task * COLUMNS..task * COLUMNS + d_weight.len();
+            let columns = task * per_task..task * per_task + d_weight.len();
             if !accumulate[0] {
                 d_weight.fill(0.0);
             }

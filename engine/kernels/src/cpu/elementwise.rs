@@ -52,6 +52,12 @@ pub fn rows_per_task(width: usize) -> usize {
     (BLOCK / width.max(1)).max(1)
 }
 
+/// Returns the number of columns in a task that adds up rows of `width` elements: whole cache lines of the sums, which stay
+/// in the first-level cache. Of as many tasks as there are threads, each reads the longest pieces of rows.
+pub fn columns_per_task(width: usize) -> usize {
+    width.div_ceil(rayon::current_num_threads()).next_multiple_of(64).clamp(64, 1024)
+}
+
 /// Calls `f` for each row of a contiguous output, with the index of the row (along the last dimension of `layout`)
 /// and the row's elements.
 pub fn each_row<T: Send>(out: &mut [T], layout: &Layout, f: impl Fn(usize, &mut [T]) + Sync) {

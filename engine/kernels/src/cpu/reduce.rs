@@ -32,19 +32,25 @@ pub fn sum2(a: &[f32], b: &[f32], f: impl Fn(f32, f32) -> f32) -> f32 {
     fold(lanes, |a, b| a + b) + tail
 }
 
-/// Σ f(a, b, c).
+/// Σ f(a, b, c), for each of the `N` values of f.
 #[inline(always)]
-pub fn sum3(a: &[f32], b: &[f32], c: &[f32], f: impl Fn(f32, f32, f32) -> f32) -> f32 {
-    let mut lanes = [0.0; LANES];
-    let (a_chunks, b_chunks, c_chunks) = (a.chunks_exact(LANES), b.chunks_exact(LANES), c.chunks_exact(LANES));
-    let tails = a_chunks.remainder().iter().zip(b_chunks.remainder()).zip(c_chunks.remainder());
-    let tail: f32 = tails.map(|((&a, &b), &c)| f(a, b, c)).sum();
-    for ((a, b), c) in a_chunks.zip(b_chunks).zip(c_chunks) {
-        for (((lane, &a), &b), &c) in lanes.iter_mut().zip(a).zip(b).zip(c) {
-            *lane += f(a, b, c);
+pub fn sums3<T: Float, const N: usize>(a: &[T], b: &[T], c: &[T], f: impl Fn(f32, f32, f32) -> [f32; N]) -> [f32; N] {
+    let ((a, a_tail), (b, b_tail), (c, c_tail)) =
+        (a.as_chunks::<LANES>(), b.as_chunks::<LANES>(), c.as_chunks::<LANES>());
+    let (mut lanes, mut tail) = ([[0.0; LANES]; N], [0.0; N]);
+    for ((a, b), c) in a_tail.iter().zip(b_tail).zip(c_tail) {
+        let values = f(a.load(), b.load(), c.load());
+        (0..N).for_each(|n| tail[n] += values[n]);
+    }
+    for ((a, b), c) in a.iter().zip(b).zip(c) {
+        // One loop for each value becomes one vector for each.
+        for (n, lanes) in lanes.iter_mut().enumerate() {
+            for (lane, sum) in lanes.iter_mut().enumerate() {
+                *sum += f(a[lane].load(), b[lane].load(), c[lane].load())[n];
+            }
         }
     }
-    fold(lanes, |a, b| a + b) + tail
+    std::array::from_fn(|n| fold(lanes[n], |a, b| a + b) + tail[n])
 }
 
 /// Returns the greatest element, or −∞ for an empty slice.

@@ -227,9 +227,9 @@ impl Op for RoutedSwiGluGrad {
             let rows = d_gate.chunks_exact_mut(width).zip(d_up.chunks_exact_mut(width)).zip(dy.chunks_exact(width));
             for (((gate, up), dy), (&weight, d_weight)) in rows.zip(weights.iter().zip(d_weights)) {
                 vectorize!({
-                    *d_weight = reduce::sum3(gate, up, dy, |g, u, dy| {
+                    [*d_weight] = reduce::sums3(gate, up, dy, |g, u, dy| {
                         let g = below(g, limit);
-                        dy * g * math::sigmoid(alpha * g) * (within(u, limit) + shift)
+                        [dy * g * math::sigmoid(alpha * g) * (within(u, limit) + shift)]
                     });
                     for ((gate, up), &dy) in gate.iter_mut().zip(up.iter_mut()).zip(dy) {
                         let (g, u) = (below(*gate, limit), within(*up, limit));
