@@ -86,8 +86,8 @@ fn kernels_do_not_allocate() {
             let x = vec![0.5; batch * tokens * 6 * 32];
             let [mut out, mut dq, mut dk, mut dv] = [(); 4].map(|()| x.clone());
             let mut lse = vec![0.0; batch * 6 * tokens];
-            let mut forward = ScratchMemory::new(&job.forward_scratch(THREADS));
-            let mut backward = ScratchMemory::new(&job.backward_scratch(THREADS));
+            let mut forward = ScratchMemory::new(&job.forward_scratch::<f32>(THREADS));
+            let mut backward = ScratchMemory::new(&job.backward_scratch::<f32>(THREADS));
             let counted = allocations(|| {
                 job.forward(&x, &x, &x, None, &mut out, &mut lse, &mut forward.lend()).expect("the operands fit");
                 let gradients = (&mut dq[..], &mut dk[..], &mut dv[..]);

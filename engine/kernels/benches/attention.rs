@@ -68,18 +68,17 @@ fn measure<T: Factor>(label: &str, job: &Attention, threads: usize, of: fn(f32) 
     let width = heads * head_size;
     let fill = |len: usize| -> Vec<T> { (0..len).map(|i| of((i * 7919 % 1000) as f32 / 500.0 - 1.0)).collect() };
     let (qkv, dout) = (fill(batch * tokens * 3 * width), fill(batch * tokens * width));
-    let (mut out, mut lse) = (vec![0.0; dout.len()], vec![0.0; batch * heads * tokens]);
-    let [mut dq, mut dk, mut dv] = [(); 3].map(|()| vec![0.0; qkv.len()]);
+    let (mut out, mut lse) = (dout.clone(), vec![0.0; batch * heads * tokens]);
+    let [mut dq, mut dk, mut dv] = [(); 3].map(|()| qkv.clone());
     let (q, k, v) = (&qkv[..], &qkv[width..], &qkv[2 * width..]);
-    let mut forward_scratch = ScratchMemory::new(&job.forward_scratch(threads));
-    let mut backward_scratch = ScratchMemory::new(&job.backward_scratch(threads));
+    let mut forward_scratch = ScratchMemory::new(&job.forward_scratch::<T>(threads));
+    let mut backward_scratch = ScratchMemory::new(&job.backward_scratch::<T>(threads));
 
     let mut rounds = vec![];
     for _ in 0..=ROUNDS {
         let forward = gflops(job.forward_flops(), || {
             job.forward(q, k, v, None, &mut out, &mut lse, &mut forward_scratch.lend()).expect("the operands fit");
         });
-        let out: Vec<T> = out.iter().map(|&x| of(x)).collect();
         let backward = gflops(job.backward_flops(), || {
             let gradients = (&mut dq[..], &mut dk[..], &mut dv[..]);
             job.backward(q, k, v, &out, &lse, &dout, None, gradients, &mut backward_scratch.lend())

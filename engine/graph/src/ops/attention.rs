@@ -225,7 +225,7 @@ impl Op for Attention {
         index < 3 && head_is_dense(layout)
     }
 
-    fn reads_bf16(&self, _: usize) -> bool {
+    fn runs_in_bf16(&self) -> bool {
         true
     }
 
@@ -235,15 +235,16 @@ impl Op for Attention {
     }
 
     fn workspace(&self, inputs: &[Spec], _: &[Spec], threads: usize) -> Vec<u64> {
-        self.kernel(&dense(inputs, 0), &dense(inputs, 1), &dense(inputs, 2)).forward_scratch(threads)
+        let kernel = self.kernel(&dense(inputs, 0), &dense(inputs, 1), &dense(inputs, 2));
+        with_float!(inputs[0].dtype, T => kernel.forward_scratch::<T>(threads))
     }
 
     fn run(&self, args: &mut Args<'_>) {
-        let (out, lse, scratch) = (args.output::<f32>(0), args.output::<f32>(1), &mut args.workspace());
+        let (lse, scratch) = (args.output::<f32>(1), &mut args.workspace());
         let starts = (args.inputs() > 3).then(|| args.input(3));
         with_float!(args.input_dtype(0), T => {
             let ((q, of_q), (k, of_k), (v, of_v)) = (args.strided::<T>(0), args.strided::<T>(1), args.strided::<T>(2));
-            let kernel = self.kernel(of_q, of_k, of_v);
+            let (kernel, out) = (self.kernel(of_q, of_k, of_v), args.output::<T>(0));
             kernel.forward(q, k, v, starts, out, lse, scratch).expect("extents by the shape rule");
         });
     }
@@ -435,10 +436,11 @@ impl Op for AttentionGrad {
     }
 
     fn workspace(&self, inputs: &[Spec], _: &[Spec], threads: usize) -> Vec<u64> {
-        self.attention.kernel(&dense(inputs, 0), &dense(inputs, 1), &dense(inputs, 2)).backward_scratch(threads)
+        let kernel = self.attention.kernel(&dense(inputs, 0), &dense(inputs, 1), &dense(inputs, 2));
+        with_float!(inputs[0].dtype, T => kernel.backward_scratch::<T>(threads))
     }
 
-    fn reads_bf16(&self, _: usize) -> bool {
+    fn runs_in_bf16(&self) -> bool {
         true
     }
 
@@ -448,12 +450,12 @@ impl Op for AttentionGrad {
     }
 
     fn run(&self, args: &mut Args<'_>) {
-        let grads = (args.output::<f32>(0), args.output::<f32>(1), args.output::<f32>(2));
         let scratch = &mut args.workspace();
         let starts = (args.inputs() > 6).then(|| args.input(6));
         with_float!(args.input_dtype(0), T => {
             let ((q, of_q), (k, of_k), (v, of_v)) = (args.strided::<T>(0), args.strided::<T>(1), args.strided::<T>(2));
             let (out, lse, d_out) = (args.input::<T>(3), args.input(4), args.input::<T>(5));
+            let grads = (args.output::<T>(0), args.output::<T>(1), args.output::<T>(2));
             let kernel = self.attention.kernel(of_q, of_k, of_v);
             kernel.backward(q, k, v, out, lse, d_out, starts, grads, scratch).expect("extents by the shape rule");
         });

@@ -4,6 +4,7 @@ use candle_core::Layout;
 use gapless_kernels::Spec;
 use gapless_kernels::cpu::attention::{self, HeadStrides, Mask};
 use gapless_kernels::cpu::bf16::with_float;
+use gapless_kernels::cpu::gemm::Factor;
 use gapless_kernels::cpu::{Args, math};
 
 use super::Attention;
@@ -84,10 +85,12 @@ impl Op for CachedAttention {
     fn workspace(&self, inputs: &[Spec], _: &[Spec], threads: usize) -> Vec<u64> {
         let [q, k, v] = [0, 1, 2].map(|i| Layout::contiguous(inputs[i].shape.clone()));
         let lse = (inputs.len() > 4).then(|| 4 * inputs[0].dims()[..3].iter().product::<usize>() as u64);
-        lse.into_iter().chain(self.kernel(&q, &k, &v).forward_scratch(threads)).collect()
+        let kernel = self.kernel(&q, &k, &v);
+        let of_kernel = with_float!(inputs[0].dtype, T => kernel.forward_scratch::<T>(threads));
+        lse.into_iter().chain(of_kernel).collect()
     }
 
-    fn reads_bf16(&self, _: usize) -> bool {
+    fn runs_in_bf16(&self) -> bool {
         true
     }
 
@@ -97,23 +100,9 @@ impl Op for CachedAttention {
     }
 
     fn run(&self, args: &mut Args<'_>) {
-        let (out, scratch) = (args.output::<f32>(0), &mut args.workspace());
-        let positions = args.input(3);
-        let sinks = (args.inputs() > 4).then(|| args.input::<f32>(4));
-        let mut lse = sinks.map(|_| scratch.take::<f32>());
-        with_float!(args.input_dtype(0), T => {
-            let [(q, of_q), (k, of_k), (v, of_v)] = [0, 1, 2].map(|i| args.strided::<T>(i));
-            let kernel = self.kernel(of_q, of_k, of_v);
-            kernel.forward_at(q, k, v, positions, out, lse.as_deref_mut(), scratch).expect("extents by the shape rule");
-        });
-        let (Some(sinks), Some(lse)) = (sinks, lse) else { return };
-        let &[_, tokens, heads, value_size] = args.output_dims(0) else { unreachable!("rank 4 by the shape rule") };
-        for (row, out) in out.chunks_exact_mut(value_size).enumerate() {
-            let (b, t, h) = (row / heads / tokens, row / heads % tokens, row % heads);
-            let share = math::sigmoid(lse[(b * heads + h) * tokens + t] - sinks[h]);
-            out.iter_mut().for_each(|out| *out *= share);
-        }
+        with_float!(args.input_dtype(0), T => self.run_in::<T>(args));
     }
+
     fn cuda_workspace(&self, inputs: &[Spec], _: &[Spec]) -> Vec<u64> {
         gapless_kernels::cuda::launch::cached_attention_workspace(inputs)
     }
@@ -146,6 +135,23 @@ impl Op for CachedAttention {
 }
 
 impl CachedAttention {
+    fn run_in<T: Factor>(&self, args: &mut Args<'_>) {
+        let (out, scratch) = (args.output::<T>(0), &mut args.workspace());
+        let positions = args.input(3);
+        let sinks = (args.inputs() > 4).then(|| args.input::<f32>(4));
+        let mut lse = sinks.map(|_| scratch.take::<f32>());
+        let [(q, of_q), (k, of_k), (v, of_v)] = [0, 1, 2].map(|i| args.strided::<T>(i));
+        let kernel = self.kernel(of_q, of_k, of_v);
+        kernel.forward_at(q, k, v, positions, out, lse.as_deref_mut(), scratch).expect("extents by the shape rule");
+        let (Some(sinks), Some(lse)) = (sinks, lse) else { return };
+        let &[_, tokens, heads, value_size] = args.output_dims(0) else { unreachable!("rank 4 by the shape rule") };
+        for (row, out) in out.chunks_exact_mut(value_size).enumerate() {
+            let (b, t, h) = (row / heads / tokens, row / heads % tokens, row % heads);
+            let share = math::sigmoid(lse[(b * heads + h) * tokens + t] - sinks[h]);
+            out.iter_mut().for_each(|out| *out = T::store(out.load() * share));
+        }
+    }
+
     /// Returns the CPU kernel for operands of these extents and strides.
     fn kernel(&self, q: &Layout, k: &Layout, v: &Layout) -> attention::Attention {
         let (&[batch, heads, queries, head_size], &[_, kv_heads, keys, _], &[_, _, _, value_size]) =

@@ -147,8 +147,10 @@ const ENOUGH_LEN: usize = 8 << 10;
 const MAX_PIECES: usize = 16;
 
 impl PartLayout {
-    /// Creates `count` parts of at least `len` floats. Their pieces follow the first `first` pieces of the scratch.
+    /// Creates `count` parts of at least `len` floats, or none if `len` is 0. Their pieces follow the first `first` pieces
+    /// of the scratch.
     pub fn new(first: usize, count: usize, len: usize) -> Self {
+        let count = if len == 0 { 0 } else { count };
         let len = len.max(1).next_multiple_of(LINE_LEN);
         let by_len = (ENOUGH_LEN / len).max(1).ilog2();
         let by_count = count.div_ceil(MAX_PIECES).next_power_of_two().ilog2();
@@ -177,8 +179,12 @@ impl PartLayout {
         parts.map(move |parts| (parts * self.len * size_of::<f32>()) as u64)
     }
 
-    /// Returns the address of a part's first float, in scratch whose pieces have the sizes of [`Self::bytes`].
+    /// Returns the address of a part's first float, in scratch whose pieces have the sizes of [`Self::bytes`]. If there are
+    /// no parts, the address is null.
     pub fn start(&self, scratch: &Scratch<'_>, part: usize) -> *mut f32 {
+        if self.count == 0 {
+            return std::ptr::null_mut();
+        }
         assert!(part < self.count, "part {part} of {self:?}");
         let within = part & ((1 << self.shift) - 1);
         scratch.address(self.first + (part >> self.shift)).cast::<f32>().wrapping_add(within * self.len)
@@ -201,7 +207,7 @@ mod tests {
             let scratch = memory.lend();
             prop_assert_eq!(scratch.too_short(bytes.iter().copied()), None);
             for (kind, (parts, len)) in kinds.iter().zip(lengths).enumerate() {
-                for part in 0..count {
+                for part in (0..count).filter(|_| len > 0) {
                     // SAFETY: this is what the test checks. A write beyond a piece would show in `is_intact`, and a
                     // write into another part in the NaN check.
                     let part = unsafe { std::slice::from_raw_parts_mut(parts.start(&scratch, part), len) };
@@ -242,5 +248,6 @@ mod tests {
         assert_eq!(pieces(64, 16_384), [262_144; 16]);
         assert_eq!(pieces(3, 1), [192]);
         assert_eq!(pieces(0, 100), [0; 0]);
+        assert_eq!(pieces(3, 0), [0; 0]);
     }
 }

@@ -14,7 +14,7 @@ use std::slice::from_raw_parts_mut;
 
 use super::forward::queries_per_task;
 use super::rows::padded;
-use super::{Attention, Backward, Head, Instructions, PANEL_ROWS, packed_keys_len, packed_len};
+use super::{Attention, Backward, Head, Instructions, PANEL_ROWS, Sums, packed_keys_len, packed_len};
 use crate::cpu::gemm::kernel::{Layout, Product, ROW_STRIDE};
 use crate::cpu::gemm::{Factor, Strides};
 use crate::cpu::scratch::{PartLayout, Scratch};
@@ -29,10 +29,23 @@ fn tile_rows(job: &Attention) -> usize {
 }
 
 /// The scratch of each thread, in the order of [`Arrays`].
-pub(super) fn parts(job: &Attention, threads: usize) -> [PartLayout; 9] {
+pub(super) fn parts<T: Factor>(job: &Attention, threads: usize) -> [PartLayout; 12] {
     let (keys, queries) = (packed_keys_len(job), packed_len(job, tile_rows(job)));
     let (tile, panel) = (tile_rows(job) * ROW_STRIDE, PANEL_ROWS * ROW_STRIDE);
-    PartLayout::of_kinds(threads, [keys, keys, keys, queries, queries, tile, tile, panel, panel])
+    let dq_rows = match takes_whole_heads(job, threads) {
+        true => job.queries,
+        false => job.queries.min(queries_per_task(job, TILE_QUERIES, threads)),
+    };
+    let dq = Sums::<T>::scratch_len(job.group() * dq_rows, job.head_size);
+    let [dk, dv] =
+        [job.head_size, job.value_size].map(|size| Sums::<T>::scratch_len(job.key_block().min(job.keys), size));
+    PartLayout::of_kinds(threads, [keys, keys, keys, queries, queries, tile, tile, panel, panel, dq, dk, dv])
+}
+
+/// True if a task computes all gradients of a key head. If there are so few heads that threads would be idle, this is
+/// divided among tasks.
+fn takes_whole_heads(job: &Attention, threads: usize) -> bool {
+    threads == 1 || job.batch * job.kv_heads >= 4 * threads
 }
 
 // SAFETY: tasks write disjoint rows of dq, dk and dv, and only read the rest.
@@ -48,7 +61,8 @@ pub(super) unsafe fn run<T: Factor>(
     operands: Backward<T>,
     scratch: &Scratch<'_>,
 ) {
-    let parts = parts(job, rayon::current_num_threads());
+    let threads = rayon::current_num_threads();
+    let parts = parts::<T>(job, threads);
     let heads = job.batch * job.kv_heads;
     let all = BackwardPart { queries: 0..job.queries, keys: 0..job.keys, dq: true, dk_dv: true };
     let run = |pair: usize, part: BackwardPart| {
@@ -61,12 +75,12 @@ pub(super) unsafe fn run<T: Factor>(
             task.run(part);
         }
     };
-    if heads >= 4 * rayon::current_num_threads() || rayon::current_num_threads() == 1 {
+    if takes_whole_heads(job, threads) {
         for_each(heads, &|pair| run(pair, all.clone()));
         return;
     }
     let blocks = job.keys.div_ceil(job.key_block());
-    let per_task = queries_per_task(job, TILE_QUERIES);
+    let per_task = queries_per_task(job, TILE_QUERIES, threads);
     let chunks = job.queries.div_ceil(per_task);
     for_each(heads * (blocks + chunks), &|task| {
         let (pair, part) = (task / (blocks + chunks), task % (blocks + chunks));
@@ -109,12 +123,18 @@ struct Arrays {
     q_panel: *mut f32,
     /// Rows of dO for the micro-kernels.
     dout_panel: *mut f32,
+    /// Sums of dQ, for the queries of a task.
+    dq: *mut f32,
+    /// Sums of dK, for a block of keys.
+    dk: *mut f32,
+    /// Sums of dV, for a block of keys.
+    dv: *mut f32,
 }
 
 impl Arrays {
-    fn new(parts: [*mut f32; 9]) -> Self {
-        let [k_transposed, k, v_transposed, q, dout, probabilities, gradients, q_panel, dout_panel] = parts;
-        Self { k_transposed, k, v_transposed, q, dout, probabilities, gradients, q_panel, dout_panel }
+    fn new(parts: [*mut f32; 12]) -> Self {
+        let [k_transposed, k, v_transposed, q, dout, probabilities, gradients, q_panel, dout_panel, dq, dk, dv] = parts;
+        Self { k_transposed, k, v_transposed, q, dout, probabilities, gradients, q_panel, dout_panel, dq, dk, dv }
     }
 }
 
@@ -138,18 +158,20 @@ impl<T: Factor> Task<'_, T> {
         unsafe {
             if part.dq && job.keys == 0 {
                 for head in heads.clone() {
-                    zero(Head::new(operands.dq, job.d_q, batch, head), part.queries.clone(), job.head_size);
+                    let dq = self.dq(head, &part);
+                    part.queries.clone().for_each(|query| dq.row(query).fill(0.0));
                 }
             }
             let k = Head::new(operands.k.cast_mut(), job.k, batch, kv_head);
             let v = Head::new(operands.v.cast_mut(), job.v, batch, kv_head);
             for first_key in part.keys.clone().step_by(job.key_block()) {
                 let keys = first_key..part.keys.end.min(first_key + job.key_block());
-                if part.dk_dv {
-                    zero(Head::new(operands.dk, job.d_k, batch, kv_head), keys.clone(), job.head_size);
-                    zero(Head::new(operands.dv, job.d_v, batch, kv_head), keys.clone(), job.value_size);
-                }
                 let (d, of_v, len) = (job.head_size, job.value_size, keys.len());
+                let dk = Sums::new(Head::new(operands.dk, job.d_k, batch, kv_head), first_key, d, arrays.dk);
+                let dv = Sums::new(Head::new(operands.dv, job.d_v, batch, kv_head), first_key, of_v, arrays.dv);
+                if part.dk_dv {
+                    keys.clone().for_each(|key| [dk, dv].iter().for_each(|sums| sums.row(key).fill(0.0)));
+                }
                 instructions.pack(k.at(first_key), Strides::transposed(k.token), d, len, arrays.k_transposed);
                 instructions.pack(v.at(first_key), Strides::transposed(v.token), of_v, len, arrays.v_transposed);
                 if part.dq {
@@ -160,24 +182,38 @@ impl<T: Factor> Task<'_, T> {
                         let queries = first..part.queries.end.min(first + TILE_QUERIES);
                         let begin = job.first_key_of(operands.starts, batch, queries.clone());
                         if job.visible(queries.end - 1) > first_key && begin < keys.end {
-                            self.tile(head, queries, keys.clone(), &part);
+                            self.tile(head, queries, keys.clone(), &part, (&dk, &dv));
                         }
                     }
                 }
+                if part.dk_dv {
+                    self.finish(&dk, keys.clone());
+                    self.finish(&dv, keys);
+                }
+            }
+            if part.dq {
+                heads.for_each(|head| self.finish(&self.dq(head, &part), part.queries.clone()));
             }
         }
     }
 
     /// Processes one tile of scores. For each panel of queries, computes P and dS, and the panel's contribution to
     /// dQ. Then computes the tile's contribution to dV and dK.
-    unsafe fn tile(&self, head: usize, queries: Range<usize>, keys: Range<usize>, part: &BackwardPart) {
+    unsafe fn tile(
+        &self,
+        head: usize,
+        queries: Range<usize>,
+        keys: Range<usize>,
+        part: &BackwardPart,
+        (dk, dv): (&Sums<T>, &Sums<T>),
+    ) {
         let &Self { job, instructions, operands, batch, ref arrays, .. } = self;
         let products = instructions.products;
         // SAFETY: heads and tokens exist; panels and tiles have the sizes that `parts` returns.
         unsafe {
             for first in queries.clone().step_by(products.rows()) {
                 let rows = first..queries.end.min(first + products.rows());
-                self.scores(head, rows, queries.start, &keys, part.dq);
+                self.scores(head, rows, queries.start, &keys, part);
             }
             if part.dk_dv {
                 let q = Head::new(operands.q.cast_mut(), job.q, batch, head);
@@ -189,16 +225,21 @@ impl<T: Factor> Task<'_, T> {
                     self.pair_rows(arrays.probabilities, &queries, &keys);
                     self.pair_rows(arrays.gradients, &queries, &keys);
                 }
-                let dk = Head::new(operands.dk, job.d_k, batch, self.kv_head);
-                let dv = Head::new(operands.dv, job.d_v, batch, self.kv_head);
-                self.add_transposed(arrays.probabilities, arrays.dout, &queries, &keys, (dv, of_v));
-                self.add_transposed(arrays.gradients, arrays.q, &queries, &keys, (dk, d));
+                self.add_transposed(arrays.probabilities, arrays.dout, &queries, &keys, dv);
+                self.add_transposed(arrays.gradients, arrays.q, &queries, &keys, dk);
             }
         }
     }
 
     /// Computes a panel's rows of P and dS, and their contribution to dQ.
-    unsafe fn scores(&self, head: usize, rows: Range<usize>, tile_start: usize, keys: &Range<usize>, dq: bool) {
+    unsafe fn scores(
+        &self,
+        head: usize,
+        rows: Range<usize>,
+        tile_start: usize,
+        keys: &Range<usize>,
+        part: &BackwardPart,
+    ) {
         let &Self { job, instructions, operands, batch, ref arrays, .. } = self;
         let Instructions { products, rows: row_kernels } = instructions;
         let (d, of_v) = (job.head_size, job.value_size);
@@ -257,8 +298,8 @@ impl<T: Factor> Task<'_, T> {
                 (row_kernels.score_gradients)(gradients, visible, probabilities, delta, job.scale);
                 gradients[..hidden].fill(0.0);
             }
-            if dq {
-                let dq = Head::new(operands.dq, job.d_q, batch, head);
+            if part.dq {
+                let dq = self.dq(head, part);
                 let mut factor = gradients;
                 if products.k_of_line > 1 {
                     // The panel of queries is no longer needed, so its scratch is reused.
@@ -271,7 +312,7 @@ impl<T: Factor> Task<'_, T> {
                     depth: products.lines(keys.len()),
                     k: products.lines(columns),
                     c: dq.at(rows.start),
-                    c_row: job.d_q.token,
+                    c_row: dq.row,
                     columns: d,
                     accumulate: keys.start > begin,
                 };
@@ -302,7 +343,7 @@ impl<T: Factor> Task<'_, T> {
         packed: *const f32,
         queries: &Range<usize>,
         keys: &Range<usize>,
-        (to, size): (Head<f32>, usize),
+        to: &Sums<T>,
     ) {
         let products = self.instructions.products;
         let visible = self.job.visible(queries.end - 1).min(keys.end);
@@ -318,20 +359,33 @@ impl<T: Factor> Task<'_, T> {
                     depth: lines,
                     k: lines - blind,
                     c: to.at(first),
-                    c_row: to.token,
-                    columns: size,
+                    c_row: to.row,
+                    columns: to.size,
                     accumulate: true,
                 };
                 products.block(Layout::WideColumns, rows, &product);
             }
         }
     }
-}
 
-/// Sets rows of a gradient to zero.
-unsafe fn zero(head: Head<f32>, tokens: Range<usize>, head_size: usize) {
-    for token in tokens {
-        // SAFETY: the caller passes tokens that exist and that no other task accesses.
-        unsafe { from_raw_parts_mut(head.at(token), head_size).fill(0.0) };
+    /// The rows of dQ of one head.
+    ///
+    /// # Safety
+    /// The head must be one of this task's.
+    unsafe fn dq(&self, head: usize, part: &BackwardPart) -> Sums<T> {
+        let &Self { job, operands, batch, kv_head, ref arrays, .. } = self;
+        let member = head - kv_head * job.group();
+        let scratch = arrays.dq.wrapping_add(member * part.queries.len() * job.head_size);
+        // SAFETY: by this function's contract.
+        unsafe { Sums::new(Head::new(operands.dq, job.d_q, batch, head), part.queries.start, job.head_size, scratch) }
+    }
+
+    /// Finishes rows of a gradient.
+    ///
+    /// # Safety
+    /// The requirements of [`Sums::finish`] apply.
+    unsafe fn finish(&self, sums: &Sums<T>, tokens: Range<usize>) {
+        // SAFETY: by this function's contract.
+        tokens.for_each(|token| unsafe { sums.finish(self.instructions.rows, token, 1.0) });
     }
 }

@@ -4,6 +4,7 @@
 //! or write of an element.
 
 use super::{Attention, HeadStrides, MAX_HEAD_SIZE, forward};
+use crate::cpu::gemm::Factor;
 use crate::cpu::scratch::{PartLayout, Scratch};
 
 /// The reason why an attention cannot run.
@@ -80,12 +81,12 @@ impl Attention {
     }
 
     /// Checks the shape, operands and scratch of a forward.
-    pub(super) fn check_forward<T>(
+    pub(super) fn check_forward<T: Factor>(
         &self,
         q: &[T],
         k: &[T],
         v: &[T],
-        out: &[f32],
+        out: &[T],
         scratch: &Scratch<'_>,
     ) -> Result<(), AttentionError> {
         self.check_shape()?;
@@ -94,7 +95,7 @@ impl Attention {
         self.check("v", v.len(), self.v, (self.kv_heads, self.keys, self.value_size))?;
         self.check("out", out.len(), self.out, (self.heads, self.queries, self.value_size))?;
         self.check_apart("out", self.out, (self.heads, self.queries, self.value_size))?;
-        check_scratch(scratch, &forward::parts(self, rayon::current_num_threads()))
+        check_scratch(scratch, &forward::parts::<T>(self, rayon::current_num_threads()))
     }
 
     pub(super) fn check_shape(&self) -> Result<(), AttentionError> {

@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::slice::from_raw_parts_mut;
 
 use super::rows::{Running, padded};
-use super::{Attention, Forward, Head, Instructions, Mask, PANEL_ROWS, packed_keys_len};
+use super::{Attention, Forward, Head, Instructions, Mask, PANEL_ROWS, Sums, packed_keys_len};
 use crate::cpu::gemm::kernel::{Layout, Product, ROW_STRIDE};
 use crate::cpu::gemm::pack::{PackedA, Source};
 use crate::cpu::gemm::{Factor, Strides};
@@ -14,12 +14,13 @@ use crate::cpu::tasks::{for_each, slot};
 /// Maximum number of queries of a head that are processed with one packing of the keys.
 const MAX_CHUNK: usize = 4096;
 
-/// Returns the scratch of each thread: packed keys, packed values, a panel of queries, a panel of scores, and the
-/// running softmax of each query.
-pub(super) fn parts(job: &Attention, threads: usize) -> [PartLayout; 5] {
+/// Returns the scratch of each thread: packed keys, packed values, a panel of queries, a panel of scores, the running
+/// softmax of each query, and the sums of outputs.
+pub(super) fn parts<T: Factor>(job: &Attention, threads: usize) -> [PartLayout; 6] {
     let (packed, panel) = (packed_keys_len(job), PANEL_ROWS * ROW_STRIDE);
-    let running = 2 * job.group() * job.queries.next_multiple_of(PANEL_ROWS).min(MAX_CHUNK);
-    PartLayout::of_kinds(threads, [packed, packed, panel, panel, running])
+    let rows = job.group() * job.queries.min(queries_per_task(job, PANEL_ROWS, threads));
+    let sums = Sums::<T>::scratch_len(rows, job.value_size);
+    PartLayout::of_kinds(threads, [packed, packed, panel, panel, 2 * rows, sums])
 }
 
 // SAFETY: tasks read q, k and v, and write disjoint rows of out and lse.
@@ -30,9 +31,9 @@ unsafe impl<T> Sync for Forward<T> {}
 /// Returns the number of queries per task: all queries of a head, or fewer if there are so few heads that threads would
 /// be idle. The number is a multiple of `panels`. So each row is always at the same place in a panel, and its result
 /// always has the same bits.
-pub(super) fn queries_per_task(job: &Attention, panels: usize) -> usize {
+pub(super) fn queries_per_task(job: &Attention, panels: usize, threads: usize) -> usize {
     let heads = job.batch * job.kv_heads;
-    let wanted = (4 * rayon::current_num_threads()).div_ceil(heads.max(1));
+    let wanted = (4 * threads).div_ceil(heads.max(1));
     let queries = job.queries.div_ceil(wanted).max(2 * PANEL_ROWS);
     queries.next_multiple_of(panels).min(MAX_CHUNK / panels * panels)
 }
@@ -45,8 +46,9 @@ pub(super) unsafe fn run<T: Factor>(
     operands: Forward<T>,
     scratch: &Scratch<'_>,
 ) {
-    let parts = parts(job, rayon::current_num_threads());
-    let per_task = queries_per_task(job, PANEL_ROWS);
+    let threads = rayon::current_num_threads();
+    let parts = parts::<T>(job, threads);
+    let per_task = queries_per_task(job, PANEL_ROWS, threads);
     let chunks = job.queries.div_ceil(per_task);
     for_each(job.batch * job.kv_heads * chunks, &|task| {
         let (pair, chunk) = (task / chunks, task % chunks);
@@ -97,10 +99,10 @@ struct Block {
 
 impl<T: Factor> Task<'_, T> {
     /// # Safety
-    /// The requirements of [`Attention::forward_raw`]; `scratch` must be this thread's [`parts`] apply.
-    unsafe fn run(&self, queries: Range<usize>, scratch: [*mut f32; 5]) {
+    /// The requirements of [`Attention::forward_raw`] apply; `scratch` must be this thread's [`parts`].
+    unsafe fn run(&self, queries: Range<usize>, scratch: [*mut f32; 6]) {
         let &Self { job, operands, batch, kv_head, .. } = self;
-        let [k, v, query_panel, scores, running] = scratch;
+        let [k, v, query_panel, scores, running, sums] = scratch;
         let running = running.cast::<Running>();
         let keys = job.visible(queries.end - 1);
         // SAFETY: the parts have the sizes that `parts` returns; heads and tokens exist.
@@ -122,6 +124,9 @@ impl<T: Factor> Task<'_, T> {
 
                 for member in 0..job.group() {
                     let head = kv_head * job.group() + member;
+                    let out = Head::new(operands.out, job.out, batch, head);
+                    let sums = sums.wrapping_add(member * queries.len() * job.value_size);
+                    let out = Sums::new(out, queries.start, job.value_size, sums);
                     for first in queries.clone().step_by(self.instructions.products.rows()) {
                         let rows = first..queries.end.min(first + self.instructions.products.rows());
                         let running = running.add(member * queries.len() + first - queries.start);
@@ -134,7 +139,7 @@ impl<T: Factor> Task<'_, T> {
                         if is_first {
                             running.fill(Running::EMPTY);
                         }
-                        self.panel(head, rows, (&block, is_first), running, query_panel, scores);
+                        self.panel((head, &out), rows, (&block, is_first), running, query_panel, scores);
                     }
                 }
             }
@@ -145,7 +150,7 @@ impl<T: Factor> Task<'_, T> {
     /// first block that the panel sees. After the last visible block, finishes the outputs.
     unsafe fn panel(
         &self,
-        head: usize,
+        (head, out): (usize, &Sums<T>),
         rows: Range<usize>,
         (block, is_first): (&Block, bool),
         running: &mut [Running],
@@ -162,7 +167,6 @@ impl<T: Factor> Task<'_, T> {
         // operands.
         unsafe {
             let q = Head::new(operands.q.cast_mut(), job.q, batch, head);
-            let out = Head::new(operands.out, job.out, batch, head);
             q.prefetch(rows.end..(rows.end + rows.len()).min(job.queries), job.head_size);
             self.instructions.pack_rows(q, rows.clone(), job.head_size, query_panel);
             // Scaled queries would have to be rounded to bf16, so with bf16 the scores are scaled instead.
@@ -195,14 +199,14 @@ impl<T: Factor> Task<'_, T> {
                 depth: products.lines(block.keys.len()),
                 k: products.lines(columns),
                 c: out.at(rows.start),
-                c_row: job.out.token,
+                c_row: out.row,
                 columns: job.value_size,
                 accumulate: !is_first,
             };
             products.block(Layout::Rows, rows.len(), &product);
 
             if job.visible(rows.end - 1) <= block.keys.end {
-                self.finish(head, rows, running);
+                self.finish(head, rows, running, out);
             }
         }
     }
@@ -220,7 +224,7 @@ impl<T: Factor> Task<'_, T> {
         (block, is_first): (&Block, bool),
         running: &mut [Running],
         scores: *mut f32,
-        out: Head<f32>,
+        out: &Sums<T>,
     ) {
         let &Self { job, operands, batch, .. } = self;
         let (row_kernels, columns) = (self.instructions.rows, self.seen(rows.end - 1, block));
@@ -245,7 +249,7 @@ impl<T: Factor> Task<'_, T> {
                 row[..hidden].fill(f32::NEG_INFINITY);
                 let factor = (row_kernels.softmax)(row, visible, scale, &mut running[i]);
                 if !is_first && factor != 1.0 {
-                    (row_kernels.scale)(from_raw_parts_mut(out.at(query), job.value_size), factor);
+                    (row_kernels.scale)(out.row(query), factor);
                 }
             }
         }
@@ -253,14 +257,12 @@ impl<T: Factor> Task<'_, T> {
 
     /// Called after the last visible key. Divides the outputs of a panel by their sums of weights, and writes the
     /// log-sum-exp.
-    unsafe fn finish(&self, head: usize, rows: Range<usize>, running: &[Running]) {
+    unsafe fn finish(&self, head: usize, rows: Range<usize>, running: &[Running], out: &Sums<T>) {
         let &Self { job, operands, batch, .. } = self;
         // SAFETY: heads and queries exist and are this task's.
         unsafe {
-            let out = Head::new(operands.out, job.out, batch, head);
             for (query, running) in rows.zip(running) {
-                let out = from_raw_parts_mut(out.at(query), job.value_size);
-                (self.instructions.rows.scale)(out, 1.0 / running.sum);
+                out.finish(self.instructions.rows, query, 1.0 / running.sum);
                 if !operands.lse.is_null() {
                     let row = (batch * job.heads + head) * job.queries + query;
                     *operands.lse.add(row) = running.max + running.sum.ln();
@@ -277,7 +279,7 @@ impl<T: Factor> Task<'_, T> {
             unsafe {
                 let out = Head::new(operands.out, job.out, batch, head);
                 for query in queries.clone() {
-                    from_raw_parts_mut(out.at(query), job.value_size).fill(0.0);
+                    from_raw_parts_mut(out.at(query), job.value_size).fill(T::store(0.0));
                     if !operands.lse.is_null() {
                         *operands.lse.add((batch * job.heads + head) * job.queries + query) = f32::NEG_INFINITY;
                     }

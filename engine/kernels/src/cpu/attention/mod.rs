@@ -1,12 +1,13 @@
-//! softmax(scale · Q·Kᵀ)·V in `f32` and its gradients. The matrix of scores is never stored as a whole.
+//! softmax(scale · Q·Kᵀ)·V in `f32` or bf16, and its gradients. The matrix of scores is never stored as a whole.
 //!
 //! In: queries, keys and values with any strides over (batch, head, token), so that a packed `qkv` can be read and
-//! its gradient written in place. Out: the outputs and the log-sum-exp of each row of scores, in `f32`. The gradients
+//! its gradient written in place. Out: the outputs, and the log-sum-exp of each row of scores in `f32`. The gradients
 //! are computed from these two. Never: a heap allocation, scratch that grows with keys × queries, or a result that
 //! depends on the number of threads.
 //!
 //! Operands are `f32` or bf16; bf16 is packed as in [`gemm`](crate::cpu::gemm). If the processor multiplies pairs of
-//! bf16, probabilities and gradients of scores are rounded to bf16 before they are multiplied.
+//! bf16, probabilities and gradients of scores are rounded to bf16 before they are multiplied. Outputs and gradients in
+//! bf16 are added up in `f32`, in scratch, and rounded once.
 //!
 //! The algorithm is FlashAttention-2 (Dao 2023, algorithms 1 and 2). The forward iterates over blocks of keys and
 //! updates a maximum and a sum per query. The backward recomputes the probabilities from the log-sum-exp. The small
@@ -21,6 +22,7 @@ mod rows;
 mod tests;
 
 use std::ops::Range;
+use std::slice::from_raw_parts_mut;
 
 use self::check::{at_least, check_scratch};
 use self::rows::Rows;
@@ -114,7 +116,7 @@ pub struct Forward<T> {
     /// Values.
     pub v: *const T,
     /// Outputs, written.
-    pub out: *mut f32,
+    pub out: *mut T,
     /// Log-sum-exp of the scores, \[batch, heads, queries\], which the forward writes; null if it is not needed.
     pub lse: *mut f32,
     /// Positions of the queries among the keys, \[batch, queries\]. They must be consecutive in each sequence. If
@@ -142,22 +144,22 @@ pub struct Backward<T> {
     /// The first key that each query sees, \[batch, queries\]; null if every query starts at the first key.
     pub starts: *const u32,
     /// Gradient of the queries, overwritten.
-    pub dq: *mut f32,
+    pub dq: *mut T,
     /// Gradient of the keys, overwritten.
-    pub dk: *mut f32,
+    pub dk: *mut T,
     /// Gradient of the values, overwritten.
-    pub dv: *mut f32,
+    pub dv: *mut T,
 }
 
 impl Attention {
-    /// Returns the sizes in bytes of the pieces of scratch that the forward needs in a pool of `threads` threads.
-    pub fn forward_scratch(&self, threads: usize) -> Vec<u64> {
-        forward::parts(self, threads).into_iter().flat_map(PartLayout::bytes).collect()
+    /// Returns the sizes in bytes of the pieces of scratch that the forward of `T` needs in a pool of `threads` threads.
+    pub fn forward_scratch<T: Factor>(&self, threads: usize) -> Vec<u64> {
+        forward::parts::<T>(self, threads).into_iter().flat_map(PartLayout::bytes).collect()
     }
 
-    /// Returns the sizes in bytes of the pieces of scratch that the backward needs in a pool of `threads` threads.
-    pub fn backward_scratch(&self, threads: usize) -> Vec<u64> {
-        backward::parts(self, threads).into_iter().flat_map(PartLayout::bytes).collect()
+    /// Returns the sizes in bytes of the pieces of scratch that the backward of `T` needs in a pool of `threads` threads.
+    pub fn backward_scratch<T: Factor>(&self, threads: usize) -> Vec<u64> {
+        backward::parts::<T>(self, threads).into_iter().flat_map(PartLayout::bytes).collect()
     }
 
     /// Returns the floating-point operations of the forward's two products, without masked scores.
@@ -198,7 +200,7 @@ impl Attention {
         k: &[T],
         v: &[T],
         starts: Option<&[u32]>,
-        out: &mut [f32],
+        out: &mut [T],
         lse: &mut [f32],
         scratch: &mut Scratch<'_>,
     ) -> Result<(), AttentionError> {
@@ -233,7 +235,7 @@ impl Attention {
         k: &[T],
         v: &[T],
         positions: &[u32],
-        out: &mut [f32],
+        out: &mut [T],
         lse: Option<&mut [f32]>,
         scratch: &mut Scratch<'_>,
     ) -> Result<(), AttentionError> {
@@ -266,7 +268,7 @@ impl Attention {
     /// # Safety
     /// - [`Attention::forward`] must accept the shape.
     /// - Every element that an operand's strides address must be valid, and `scratch` must have the pieces of
-    ///   [`Attention::forward_scratch`]`(rayon::current_num_threads())`.
+    ///   [`Attention::forward_scratch`]`::<T>(rayon::current_num_threads())`.
     /// - Written operands must not overlap any other operand. No other code may write an operand during the call.
     pub unsafe fn forward_raw<T: Factor>(&self, operands: Forward<T>, scratch: &mut Scratch<'_>) {
         // SAFETY: by this function's contract.
@@ -293,7 +295,7 @@ impl Attention {
         lse: &[f32],
         dout: &[T],
         starts: Option<&[u32]>,
-        (dq, dk, dv): (&mut [f32], &mut [f32], &mut [f32]),
+        (dq, dk, dv): (&mut [T], &mut [T], &mut [T]),
         scratch: &mut Scratch<'_>,
     ) -> Result<(), AttentionError> {
         self.check_shape()?;
@@ -317,7 +319,7 @@ impl Attention {
         self.check_apart("dk", self.d_k, of_k)?;
         self.check_apart("dv", self.d_v, of_v)?;
         at_least("lse", self.per_query_len(self.heads), lse.len())?;
-        check_scratch(scratch, &backward::parts(self, rayon::current_num_threads()))?;
+        check_scratch(scratch, &backward::parts::<T>(self, rayon::current_num_threads()))?;
         let starts = self.check_starts(starts)?;
         let operands = Backward {
             q: q.as_ptr(),
@@ -468,6 +470,71 @@ impl<T: Copy> Head<T> {
         for token in tokens {
             // SAFETY: by this function's contract.
             prefetch_row(unsafe { self.at(token) }, 0, size);
+        }
+    }
+}
+
+/// Rows of a head that a task adds up in `f32`: rows of the tensor itself if it is `f32`. Otherwise rows of scratch, which
+/// are rounded to the tensor's rows when they are complete.
+#[derive(Clone, Copy)]
+struct Sums<T> {
+    /// The first row, and the distance between rows.
+    start: *mut f32,
+    row: usize,
+    /// The token of the first row.
+    first: usize,
+    /// Elements of a row.
+    size: usize,
+    /// The tensor's head.
+    head: Head<T>,
+}
+
+impl<T: Factor> Sums<T> {
+    /// Returns the number of floats of scratch for rows of `size` elements.
+    fn scratch_len(rows: usize, size: usize) -> usize {
+        if T::IS_BF16 { rows * size } else { 0 }
+    }
+
+    /// # Safety
+    /// The tokens from `first` on must exist, and `scratch` must have room for their rows.
+    unsafe fn new(head: Head<T>, first: usize, size: usize, scratch: *mut f32) -> Self {
+        // SAFETY: by this function's contract.
+        let (start, row) = match T::as_f32(unsafe { head.at(first) }) {
+            Some(start) => (start.cast_mut(), head.token),
+            None => (scratch, size),
+        };
+        Self { start, row, first, size, head }
+    }
+
+    /// Returns the address of a token's row.
+    fn at(&self, token: usize) -> *mut f32 {
+        self.start.wrapping_add((token - self.first) * self.row)
+    }
+
+    /// Returns a token's row.
+    ///
+    /// # Safety
+    /// No other code may access the row while it is borrowed, and its elements must have been written.
+    unsafe fn row<'r>(&self, token: usize) -> &'r mut [f32] {
+        // SAFETY: by this function's contract.
+        unsafe { from_raw_parts_mut(self.at(token), self.size) }
+    }
+
+    /// Multiplies a complete row by `factor`, and rounds it if the tensor is bf16.
+    ///
+    /// # Safety
+    /// As for [`Self::row`], and for the same row of the tensor.
+    unsafe fn finish(&self, rows: &Rows, token: usize, factor: f32) {
+        // SAFETY: by this function's contract. A tensor is f32 or bf16.
+        unsafe {
+            match T::IS_BF16 {
+                true => {
+                    let to = from_raw_parts_mut(self.head.at(token).cast(), self.size);
+                    (rows.scale_to_bf16)(self.row(token), factor, to);
+                }
+                false if factor != 1.0 => (rows.scale)(self.row(token), factor),
+                false => {}
+            }
         }
     }
 }

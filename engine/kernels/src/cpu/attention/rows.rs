@@ -36,6 +36,8 @@ impl Running {
 pub(super) struct Rows {
     /// Scales a row: `x` = `factor` · `x`.
     pub scale: unsafe fn(x: &mut [f32], factor: f32),
+    /// Scales a row and rounds it: `to` = `factor` · `x`. The lengths need not be multiples of sixteen.
+    pub scale_to_bf16: unsafe fn(x: &[f32], factor: f32, to: &mut [bf16]),
     dot_f32: unsafe fn(x: &[f32], y: &[f32]) -> f32,
     dot_bf16: unsafe fn(x: &[bf16], y: &[bf16]) -> f32,
     /// Adds `scale` times a row's next scores, of which the first `visible` are valid, to the row's running softmax.
@@ -95,6 +97,13 @@ impl Rows {
 fn scale(x: &mut [f32], factor: f32) {
     for x in x {
         *x *= factor;
+    }
+}
+
+#[inline(always)]
+fn scale_to_bf16(x: &[f32], factor: f32, to: &mut [bf16]) {
+    for (to, x) in to.iter_mut().zip(x) {
+        *to = rounded(factor * x);
     }
 }
 
@@ -260,6 +269,10 @@ macro_rules! level {
                 super::scale(x, factor);
             }
             $(#[target_feature(enable = $feature)])?
+            unsafe fn scale_to_bf16(x: &[f32], factor: f32, to: &mut [bf16]) {
+                super::scale_to_bf16(x, factor, to);
+            }
+            $(#[target_feature(enable = $feature)])?
             unsafe fn dot_f32(x: &[f32], y: &[f32]) -> f32 {
                 super::dot(x, y)
             }
@@ -306,6 +319,7 @@ macro_rules! level {
 
             pub(super) const ROWS: Rows = Rows {
                 scale,
+                scale_to_bf16,
                 dot_f32,
                 dot_bf16,
                 softmax,

@@ -65,51 +65,39 @@ impl Case {
         let stored = |x: &Vec<f32>| x.iter().map(|&x| T::store(x)).collect::<Vec<T>>();
         // Gaps between strides are zeros. Scratch is filled with NaN, so a float that is read before it was written
         // shows up in the result.
-        let mut got = Computed {
-            out: vec![0.0; dout.len()],
-            lse: vec![0.0; job.batch * job.heads * job.queries],
-            dq: vec![0.0; q.len()],
-            dk: vec![0.0; k.len()],
-            dv: vec![0.0; v.len()],
-        };
+        let [mut out, mut dq, mut dk, mut dv] = [dout, q, k, v].map(|like| vec![T::store(0.0); like.len()]);
+        let mut lse = vec![0.0; job.batch * job.heads * job.queries];
         let instructions = Instructions::of::<T>(level);
         let [q, k, v, dout] = [q, k, v, dout].map(stored);
         pool(threads).install(|| {
             let (q, k, v) = (q.as_ptr(), k.as_ptr(), v.as_ptr());
             let starts = if starts.is_empty() { std::ptr::null() } else { starts.as_ptr() };
-            let mut memory = ScratchMemory::new(&job.forward_scratch(threads));
-            let operands = Forward {
-                q,
-                k,
-                v,
-                out: got.out.as_mut_ptr(),
-                lse: got.lse.as_mut_ptr(),
-                positions: std::ptr::null(),
-                starts,
-            };
+            let mut memory = ScratchMemory::new(&job.forward_scratch::<T>(threads));
+            let operands =
+                Forward { q, k, v, out: out.as_mut_ptr(), lse: lse.as_mut_ptr(), positions: std::ptr::null(), starts };
             // SAFETY: `Case::of` allocates slices that contain every element that the strides address.
             unsafe { forward::run(job, &instructions, operands, &memory.lend()) };
             assert!(memory.is_intact(), "the forward of {job:?} writes beyond its scratch");
 
-            let mut memory = ScratchMemory::new(&job.backward_scratch(threads));
-            let out = stored(&got.out);
+            let mut memory = ScratchMemory::new(&job.backward_scratch::<T>(threads));
             let operands = Backward {
                 q,
                 k,
                 v,
                 out: out.as_ptr(),
-                lse: got.lse.as_ptr(),
+                lse: lse.as_ptr(),
                 dout: dout.as_ptr(),
                 starts,
-                dq: got.dq.as_mut_ptr(),
-                dk: got.dk.as_mut_ptr(),
-                dv: got.dv.as_mut_ptr(),
+                dq: dq.as_mut_ptr(),
+                dk: dk.as_mut_ptr(),
+                dv: dv.as_mut_ptr(),
             };
             // SAFETY: as above.
             unsafe { backward::run(job, &instructions, operands, &memory.lend()) };
             assert!(memory.is_intact(), "the backward of {job:?} writes beyond its scratch");
         });
-        got
+        let [out, dq, dk, dv] = [out, dq, dk, dv].map(|x| x.into_iter().map(T::load).collect());
+        Computed { out, lse, dq, dk, dv }
     }
 }
 
@@ -349,10 +337,10 @@ fn a_packed_qkv_is_read_and_written_in_place() {
     let (mut out, mut lse) = (vec![0.0; dout.len()], vec![0.0; 2 * 3 * 50]);
     let mut dqkv = vec![f32::NAN; qkv.len()];
     pool(1).install(|| {
-        let mut memory = ScratchMemory::new(&job.forward_scratch(1));
+        let mut memory = ScratchMemory::new(&job.forward_scratch::<f32>(1));
         job.forward(&qkv, &qkv[width..], &qkv[2 * width..], None, &mut out, &mut lse, &mut memory.lend())
             .expect("the operands fit");
-        let mut memory = ScratchMemory::new(&job.backward_scratch(1));
+        let mut memory = ScratchMemory::new(&job.backward_scratch::<f32>(1));
         let (from, to) = (qkv.as_ptr(), dqkv.as_mut_ptr());
         // SAFETY: the three parts of both tensors interleave without overlapping.
         unsafe {
@@ -418,7 +406,7 @@ fn unsound_operands_are_refused() {
         let (mut out, mut lse, mut memory) = (vec![0.0; 30], vec![0.0; 6], ScratchMemory::new(scratch));
         pool(1).install(|| job.forward(&q, &k, &v, None, &mut out, &mut lse, &mut memory.lend()))
     };
-    let enough = &good.forward_scratch(1)[..];
+    let enough = &good.forward_scratch::<f32>(1)[..];
     let (&last, others) = enough.split_last().expect("it needs scratch");
     let short = |operand, needed, given| Err(AttentionError::TooShort { operand, needed, given });
     assert_eq!(run(good, 30, enough), Ok(()));
