@@ -312,7 +312,7 @@ impl<T: Factor> Task<'_, T> {
                     depth: products.lines(keys.len()),
                     k: products.lines(columns),
                     c: dq.at(rows.start),
-                    c_row: dq.row,
+                    c_row: dq.stride,
                     columns: d,
                     accumulate: keys.start > begin,
                 };
@@ -359,7 +359,7 @@ impl<T: Factor> Task<'_, T> {
                     depth: lines,
                     k: lines - blind,
                     c: to.at(first),
-                    c_row: to.row,
+                    c_row: to.stride,
                     columns: to.size,
                     accumulate: true,
                 };

@@ -199,7 +199,7 @@ impl<T: Factor> Task<'_, T> {
                 depth: products.lines(block.keys.len()),
                 k: products.lines(columns),
                 c: out.at(rows.start),
-                c_row: out.row,
+                c_row: out.stride,
                 columns: job.value_size,
                 accumulate: !is_first,
             };

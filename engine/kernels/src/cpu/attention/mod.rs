@@ -480,7 +480,7 @@ impl<T: Copy> Head<T> {
 struct Sums<T> {
     /// The first row, and the distance between rows.
     start: *mut f32,
-    row: usize,
+    stride: usize,
     /// The token of the first row.
     first: usize,
     /// Elements of a row.
@@ -499,22 +499,22 @@ impl<T: Factor> Sums<T> {
     /// The tokens from `first` on must exist, and `scratch` must have room for their rows.
     unsafe fn new(head: Head<T>, first: usize, size: usize, scratch: *mut f32) -> Self {
         // SAFETY: by this function's contract.
-        let (start, row) = match T::as_f32(unsafe { head.at(first) }) {
+        let (start, stride) = match T::as_f32(unsafe { head.at(first) }) {
             Some(start) => (start.cast_mut(), head.token),
             None => (scratch, size),
         };
-        Self { start, row, first, size, head }
+        Self { start, stride, first, size, head }
     }
 
     /// Returns the address of a token's row.
     fn at(&self, token: usize) -> *mut f32 {
-        self.start.wrapping_add((token - self.first) * self.row)
+        self.start.wrapping_add((token - self.first) * self.stride)
     }
 
     /// Returns a token's row.
     ///
     /// # Safety
-    /// No other code may access the row while it is borrowed, and its elements must have been written.
+    /// The token must exist, and no other code may access its row while it is borrowed.
     unsafe fn row<'r>(&self, token: usize) -> &'r mut [f32] {
         // SAFETY: by this function's contract.
         unsafe { from_raw_parts_mut(self.at(token), self.size) }
