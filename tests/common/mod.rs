@@ -8,7 +8,7 @@ use std::path::Path;
 use gapless::communicator::{self, Communicator};
 use gapless::engine::checkpoint::Checkpoint;
 use gapless::engine::nn::RouterConfig;
-use gapless::models::{Gpt, GptConfig, LatentConfig, Llama, LlamaConfig, Moe, MoeConfig, MoeStyle};
+use gapless::models::{Gpt, GptConfig, LatentConfig, Llama, LlamaConfig, Moe, MoeConfig, MoeStyle, Traits};
 use gapless::nn::VarBuilder;
 use gapless::{
     Batch, DType, DeviceChoice, IGNORED, MemoryOptions, Model, StepOptions, StepReport, TrainOptions, Trainer,
@@ -18,6 +18,8 @@ use gapless::{
 pub enum Kind {
     Gpt,
     Llama,
+    /// A Llama whose attention has a sink for each head.
+    Sinks,
     Moe(MoeStyle),
     /// A mixture of experts with DeepSeek's latent attention.
     Latent,
@@ -126,7 +128,8 @@ impl TinyRun {
                 };
                 self.with(world, |vb| Gpt::new(&config, vb))
             }
-            Kind::Llama => {
+            Kind::Llama | Kind::Sinks => {
+                let traits = Traits { sinks: self.kind == Kind::Sinks, ..Traits::default() };
                 let config = LlamaConfig {
                     vocabulary,
                     layers: 2,
@@ -134,6 +137,7 @@ impl TinyRun {
                     kv_heads: 2,
                     width: 48,
                     hidden: 80,
+                    traits: Box::new(traits),
                     ..LlamaConfig::default()
                 };
                 self.with(world, |vb| Llama::new(&config, vb))

@@ -8,9 +8,10 @@ use gapless::{DType, GenerateOptions, Generation, NextToken, Sampling, Trainer};
 use crate::common::{Kind, TinyRun};
 
 /// Models in which the expert of a token does not depend on other tokens.
-const KINDS: [Kind; 6] = [
+const KINDS: [Kind; 7] = [
     Kind::Gpt,
     Kind::Llama,
+    Kind::Sinks,
     Kind::Moe(MoeStyle::Mixtral),
     Kind::Moe(MoeStyle::Qwen),
     Kind::Moe(MoeStyle::DeepSeek),
@@ -42,7 +43,7 @@ fn texts(trainer: &mut Trainer, options: &GenerateOptions) -> Vec<Vec<u32>> {
 #[test]
 fn logits_have_the_bits_of_the_whole_window() {
     let in_f32 = KINDS.into_iter().flat_map(|kind| [(kind, 1, 5, DType::F32), (kind, 2, 8, DType::F32)]);
-    let in_bf16 = [Kind::Gpt, Kind::Llama].map(|kind| (kind, 2, 5, DType::BF16));
+    let in_bf16 = [Kind::Gpt, Kind::Llama, Kind::Sinks].map(|kind| (kind, 2, 5, DType::BF16));
     for (kind, threads, chunk, dtype) in in_f32.chain(in_bf16) {
         let mut run = run(kind, Some(Generation { batch: 3, window: None, chunk }));
         (run.options.threads, run.options.step.precision) = (threads, dtype.try_into().unwrap());

@@ -34,7 +34,7 @@ impl RecomputePolicy for Larger {
 fn policies(kind: Kind) -> Vec<Recompute> {
     let (layer, selective) = match kind {
         Kind::Gpt => ("h.1", ops(&["layer_norm", "gelu"])),
-        Kind::Llama => ("model.layers.1", ops(&["rms_norm", "swiglu"])),
+        Kind::Llama | Kind::Sinks => ("model.layers.1", ops(&["rms_norm", "swiglu"])),
         Kind::Moe(_) | Kind::Latent => ("model.layers.1", ops(&["rms_norm", "dispatch", "routed_swiglu"])),
     };
     let mut policies = vec![
@@ -49,7 +49,7 @@ fn policies(kind: Kind) -> Vec<Recompute> {
     ];
     // The choice of the routers, and the noise with which it was made.
     let choice = match kind {
-        Kind::Gpt | Kind::Llama | Kind::Latent => None,
+        Kind::Gpt | Kind::Llama | Kind::Sinks | Kind::Latent => None,
         Kind::Moe(MoeStyle::Switch) => Some(ops(&["jitter", "softmax_last_dim", "top_k", "route"])),
         Kind::Moe(MoeStyle::DeepSeek) => Some(ops(&["div", "top_k", "route", "grouped_linear"])),
         Kind::Moe(MoeStyle::ExpertChoice) => Some(ops(&["softmax_last_dim", "route", "dispatch"])),

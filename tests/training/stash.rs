@@ -21,7 +21,7 @@ fn names(names: &[&str]) -> Vec<String> {
 fn most(kind: Kind) -> Vec<String> {
     match kind {
         Kind::Gpt => names(&["linear", "gelu", "layer_norm", "attention", "add", "dropout"]),
-        Kind::Llama => names(&["linear", "swiglu", "rms_norm", "attention", "add", "rope"]),
+        Kind::Llama | Kind::Sinks => names(&["linear", "swiglu", "rms_norm", "attention", "add", "rope"]),
         Kind::Moe(_) | Kind::Latent => {
             names(&["linear", "routed_swiglu", "rms_norm", "attention", "add", "grouped_linear"])
         }

@@ -147,7 +147,7 @@ impl CachedAttention {
         let &[_, tokens, heads, value_size] = args.output_dims(0) else { unreachable!("rank 4 by the shape rule") };
         for (row, out) in out.chunks_exact_mut(value_size).enumerate() {
             let (b, t, h) = (row / heads / tokens, row / heads % tokens, row % heads);
-            let share = math::sigmoid(lse[(b * heads + h) * tokens + t] - sinks[h]);
+            let share = T::store(math::sigmoid(lse[(b * heads + h) * tokens + t] - sinks[h])).load();
             out.iter_mut().for_each(|out| *out = T::store(out.load() * share));
         }
     }
