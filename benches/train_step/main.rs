@@ -8,9 +8,10 @@
 //! - `--pytorch PYTHON`: also compare with PyTorch;
 //! - `--model llama` or `--model mixtral`: without candle; PyTorch's side uses the package `transformers`.
 //!
-//! Each side is a process of its own, so that its peak memory can be measured. The sides take their steps in turn, so
-//! that other work on the machine affects all of them. All sides do the same work, with one exception: candle's side
-//! does not clip gradients by their global norm. With `-p`, candle is built as for its users. If the whole workspace
+//! Each side is a process of its own, so that its peak memory can be measured. The sides take turns of two steps, so
+//! that other work on the machine affects all of them. The second step is measured, as in training, where one step
+//! follows another; in the first, threads that slept while the other sides worked are woken, and caches are filled. All
+//! sides do the same work, with one exception: candle's side does not clip gradients by their global norm. With `-p`, candle is built as for its users. If the whole workspace
 //! were built, candle's matrix products would use the AVX-512 feature that the engine's own benchmarks enable.
 
 mod adapters;
@@ -137,13 +138,14 @@ fn compare(options: &Options) -> anyhow::Result<()> {
     }
     let mut processes = sides.iter().map(|side| Process::start(*side, options)).collect::<anyhow::Result<Vec<_>>>()?;
     let mut measurements = vec![vec![]; sides.len()];
-    for round in 0..=options.steps {
+    let mut peak = Peak::known();
+    for _ in 0..options.steps {
+        // A core that wakes up, or that others use for a moment, is slower.
+        let Peak { f32, bf16_pairs } = Peak::measured();
+        peak = Peak { f32: peak.f32.max(f32), bf16_pairs: peak.bf16_pairs.zip(bf16_pairs).map(|(a, b)| a.max(b)) };
         for (process, measurements) in processes.iter_mut().zip(&mut measurements) {
-            let measurement = process.step()?;
-            // The first step warms up caches and the allocator, and touches memory for the first time.
-            if round > 0 {
-                measurements.push(measurement);
-            }
+            process.step()?;
+            measurements.push(process.step()?);
         }
     }
     for process in processes {
@@ -151,7 +153,6 @@ fn compare(options: &Options) -> anyhow::Result<()> {
     }
 
     let flops = Model::new(options).program(&side::step_options(options, candle_core::DType::F32)?)?.flops() as f64;
-    let peak = Peak::known();
     println!("{}; a step takes {:.1} GFLOP", describe(peak), flops / 1e9);
     println!(
         "side               tokens/s    ms/step   ms/step from–to   CPU ms/step   of peak   peak resident MiB      loss"
@@ -172,20 +173,28 @@ fn compare(options: &Options) -> anyhow::Result<()> {
             last.loss,
         );
     }
-    // Consecutive steps run under the same conditions, so this is the median of their ratios rather than the ratio of
+    // Steps of one round run under the same conditions, so these are medians of their ratios rather than ratios of
     // medians.
+    let of =
+        |side: Side| sides.iter().zip(&measurements).find(|(other, _)| **other == side).map(|(_, measured)| measured);
+    let beside = [
+        (Side::Gapless, Side::Candle),
+        (Side::Gapless, Side::Pytorch),
+        (Side::GaplessBf16, Side::PytorchAutocast),
+        (Side::GaplessBf16, Side::Gapless),
+    ];
     if sides.len() > 1 {
-        println!("\ngapless beside     tokens/s   tokens per CPU second   peak resident memory");
+        println!("\n{:35} tokens/s   tokens per CPU second   peak resident memory", "");
     }
-    let [ours, others @ ..] = &measurements[..] else { anyhow::bail!("there are no sides to measure") };
-    for (side, theirs) in sides[1..].iter().zip(others) {
-        let pairs = || ours.iter().zip(theirs);
-        let speed = sorted(pairs().map(|(ours, theirs)| theirs.ms / ours.ms));
-        let cpu = sorted(pairs().map(|(ours, theirs)| theirs.cpu_ms / ours.cpu_ms));
+    for (ours, theirs) in beside {
+        let (Some(our), Some(their)) = (of(ours), of(theirs)) else { continue };
+        let ratio = |time: fn(&Measurement) -> f64| {
+            median(&sorted(our.iter().zip(their).map(|(our, their)| time(their) / time(our))))
+        };
         let peak = |side: &[Measurement]| side.last().and_then(|m| m.peak_rss_bytes).map(|bytes| bytes as f64);
-        let memory =
-            peak(ours).zip(peak(theirs)).map_or("unknown".into(), |(ours, theirs)| format!("{:.2}×", ours / theirs));
-        println!("{:16} {:9.2}× {:22.2}× {memory:>22}", side.name(), median(&speed), median(&cpu));
+        let memory = peak(our).zip(peak(their)).map_or("unknown".into(), |(our, their)| format!("{:.2}×", our / their));
+        let pair = format!("{} beside {}", ours.name(), theirs.name());
+        println!("{pair:35} {:7.2}× {:22.2}× {memory:>22}", ratio(|m| m.ms), ratio(|m| m.cpu_ms));
     }
     Ok(())
 }

@@ -1,9 +1,10 @@
 //! Prints how the time of a step is spent. The engine opens a span for each instruction, and this module sums the
 //! spans' times.
 //!
-//! With one thread, CPU time is measured, which other work on the machine hardly affects.
+//! The CPU time of all threads stands beside the time that passed: their quotient is the number of cores at work.
 
 use std::collections::BTreeMap;
+use std::ops::AddAssign;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -20,26 +21,22 @@ use crate::{Options, median, side, sorted};
 
 /// Prints the time by kind of instruction, and by kind and layer.
 pub fn run(options: &Options) -> anyhow::Result<()> {
-    let profile = Profile { cpu: options.threads == 1, ..Profile::default() };
+    let profile = Profile::default();
     tracing::subscriber::set_global_default(tracing_subscriber::registry().with(profile.clone()))?;
     let dtype = if options.bf16 { candle_core::DType::BF16 } else { candle_core::DType::F32 };
     let mut trainer = side::trainer(options, dtype)?;
     let (tokens, targets) = side::batch(options);
     trainer.step(&tokens, &targets)?; // it warms the caches and touches memory for the first time
     profile.take();
-    let mut steps = vec![];
+    let (mut steps, mut whole) = (vec![], vec![]);
     for _ in 0..options.steps {
+        let start = Instant::now();
         trainer.step(&tokens, &targets)?;
+        whole.push(start.elapsed().as_secs_f64() * 1e3);
         steps.push(profile.take());
     }
-    let whole = |step: &Times| step.values().map(|(_, time)| time.as_secs_f64() * 1e3).sum::<f64>();
-    let whole = median(&sorted(steps.iter().map(whole)));
-    let clock = if profile.cpu { "CPU" } else { "wall-clock" };
-    println!(
-        "instructions of a step, median of {}, threads: {}: {whole:.1} ms, {clock}",
-        steps.len(),
-        trainer.threads()
-    );
+    let whole = median(&sorted(whole.into_iter()));
+    println!("a step, median of {}, threads: {}: {whole:.1} ms", steps.len(), trainer.threads());
     println!("{}", crate::describe(gapless::engine::kernels::cpu::peak::Peak::known()));
     let traffic = traffic(&Model::new(options).program(&side::step_options(options, dtype)?)?);
     print("instruction", whole, &steps, &traffic, |key| key.name.clone());
@@ -70,27 +67,45 @@ fn any_block(layer: &str) -> String {
 
 /// Prints a table of median times per step, longest first, and the rates of memory traffic where it is known.
 fn print(title: &str, whole: f64, steps: &[Times], traffic: &BTreeMap<String, u64>, group: impl Fn(&Key) -> String) {
-    let mut rows: BTreeMap<String, (usize, Vec<f64>)> = BTreeMap::new();
+    let mut rows: BTreeMap<String, Vec<Spent>> = BTreeMap::new();
     for (index, times) in steps.iter().enumerate() {
-        for (key, (count, time)) in times {
-            let (calls, ms) = rows.entry(group(key)).or_insert_with(|| (0, vec![0.0; steps.len()]));
-            *calls += count;
-            ms[index] += time.as_secs_f64() * 1000.0;
+        for (key, spent) in times {
+            rows.entry(group(key)).or_insert_with(|| vec![Spent::default(); steps.len()])[index] += *spent;
         }
     }
-    let mut rows: Vec<(String, usize, f64)> = rows
+    let mut rows: Vec<_> = rows
         .into_iter()
-        .map(|(name, (calls, ms))| (name, calls / steps.len(), median(&sorted(ms.into_iter()))))
+        .map(|(name, spent)| {
+            let ms = |time: fn(&Spent) -> Duration| median(&sorted(spent.iter().map(|s| time(s).as_secs_f64() * 1e3)));
+            (name, spent[0].calls, ms(|spent| spent.wall), ms(|spent| spent.cpu))
+        })
         .collect();
     rows.sort_by(|a, b| b.2.total_cmp(&a.2));
-    println!("\n{title:40}  calls   ms/step   share{}", if traffic.is_empty() { "" } else { "    GB/s" });
-    for (name, calls, ms) in rows {
+    println!("\n{title:40}  calls   ms/step   share    CPU ms{}", if traffic.is_empty() { "" } else { "    GB/s" });
+    for (name, calls, ms, cpu) in rows {
         let rate = traffic.get(&name).map_or(String::new(), |&bytes| format!("{:8.1}", bytes as f64 / ms / 1e6));
-        println!("{name:40} {calls:6} {ms:9.2} {:6.1}%{rate}", 100.0 * ms / whole);
+        println!("{name:40} {calls:6} {ms:9.2} {:6.1}% {cpu:9.2}{rate}", 100.0 * ms / whole);
     }
 }
 
-type Times = BTreeMap<Key, (usize, Duration)>;
+type Times = BTreeMap<Key, Spent>;
+
+/// What the calls of an instruction took.
+#[derive(Debug, Clone, Copy, Default)]
+struct Spent {
+    calls: usize,
+    wall: Duration,
+    /// Of all threads.
+    cpu: Duration,
+}
+
+impl AddAssign for Spent {
+    fn add_assign(&mut self, other: Self) {
+        self.calls += other.calls;
+        self.wall += other.wall;
+        self.cpu += other.cpu;
+    }
+}
 
 /// An instruction of the program, without its micro-batch.
 #[derive(Debug, Clone, Default, PartialEq, Eq, PartialOrd, Ord)]
@@ -115,24 +130,11 @@ impl Visit for Key {
 #[derive(Debug, Clone, Default)]
 struct Profile {
     times: Arc<Mutex<Times>>,
-    cpu: bool,
 }
 
 /// The start of an instruction.
 #[derive(Debug, Clone, Copy)]
-enum Start {
-    Wall(Instant),
-    Cpu(ProcessTime),
-}
-
-impl Start {
-    fn elapsed(self) -> Duration {
-        match self {
-            Self::Wall(start) => start.elapsed(),
-            Self::Cpu(start) => start.elapsed(),
-        }
-    }
-}
+struct Start(Instant, ProcessTime);
 
 impl Profile {
     fn take(&self) -> Times {
@@ -152,19 +154,15 @@ impl<S: tracing::Subscriber + for<'a> LookupSpan<'a>> Layer<S> for Profile {
 
     fn on_enter(&self, id: &Id, context: Context<'_, S>) {
         let span = context.span(id).expect("an entered span is registered");
-        let start = if self.cpu { Start::Cpu(ProcessTime::now()) } else { Start::Wall(Instant::now()) };
-        span.extensions_mut().replace(start);
+        span.extensions_mut().replace(Start(Instant::now(), ProcessTime::now()));
     }
 
     fn on_exit(&self, id: &Id, context: Context<'_, S>) {
         let span = context.span(id).expect("an exited span is registered");
         let extensions = span.extensions();
-        if let (Some(key), Some(&start)) = (extensions.get::<Key>(), extensions.get::<Start>()) {
-            let elapsed = start.elapsed();
-            let mut times = self.times.lock().unwrap_or_else(PoisonError::into_inner);
-            let (calls, time) = times.entry(key.clone()).or_default();
-            *calls += 1;
-            *time += elapsed;
+        if let (Some(key), Some(Start(wall, cpu))) = (extensions.get::<Key>(), extensions.get::<Start>()) {
+            let spent = Spent { calls: 1, wall: wall.elapsed(), cpu: cpu.elapsed() };
+            *self.times.lock().unwrap_or_else(PoisonError::into_inner).entry(key.clone()).or_default() += spent;
         }
     }
 }

@@ -18,7 +18,7 @@ use crate::Options;
 use crate::model::Model;
 
 /// A side of the comparison.
-#[derive(Debug, Clone, Copy, clap::ValueEnum)]
+#[derive(Debug, Clone, Copy, PartialEq, clap::ValueEnum)]
 pub enum Side {
     /// This project.
     Gapless,
