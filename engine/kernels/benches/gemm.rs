@@ -107,16 +107,19 @@ fn measure(job: &Gemm, threads: usize) -> (f64, f64, f64) {
     (best_ours, best_theirs, theirs / ours)
 }
 
-/// Returns the GFLOP/s of the bf16 product (the best of its rounds), and the median of its ratios to the loop.
+/// Returns the GFLOP/s of the bf16 product (the best of its rounds), and the median of its ratios to the loop. The result
+/// is rounded to bf16, except that of a weight gradient.
 fn measure_bf16(job: &Gemm, threads: usize) -> (f64, f64) {
     let &Gemm { m, n, k, .. } = job;
     let fill = |len: usize| -> Vec<bf16> {
         (0..len).map(|i| bf16::from_f32((i * 7919 % 1000) as f32 / 1000.0 - 0.5)).collect()
     };
-    let (a, b, mut c) = (fill(m * k), fill(k * n), vec![0.0; m * n]);
+    let (a, b, mut c, mut result) = (fill(m * k), fill(k * n), vec![0.0; m * n], vec![bf16::ZERO; m * n]);
+    let is_rounded = job.k_segment == usize::MAX;
     let mut memory = ScratchMemory::new(&job.scratch(threads));
     let mut ours = || {
-        job.run(&a, &b, &mut c, Mode::Overwrite, Epilogue::default(), &mut memory.lend()).expect("the operands fit");
+        let epilogue = Epilogue { rounded: is_rounded.then_some(&mut result[..]), ..Epilogue::default() };
+        job.run(&a, &b, &mut c, Mode::Overwrite, epilogue, &mut memory.lend()).expect("the operands fit");
     };
     let repeats = (FLOPS / job.flops() as f64).ceil().min(500.0) as usize;
     let rate = |seconds: f64| job.flops() as f64 / seconds / 1e9;

@@ -47,23 +47,23 @@ unsafe impl<A, B> Send for Operands<'_, A, B> {}
 unsafe impl<A, B> Sync for Operands<'_, A, B> {}
 
 impl<A, B> Operands<'_, A, B> {
-    /// Returns the tile of C that begins at an element, for one k block. The caller still has to set A, B and the
-    /// number of columns.
+    /// Returns the tile of C that begins at an element, for one run of k. The caller still has to set A, B and the number
+    /// of columns.
     ///
     /// # Safety
     /// The element must exist.
-    unsafe fn tile(&self, job: &Gemm, row: usize, column: usize, block: &Range<usize>) -> Tile {
+    unsafe fn tile(&self, job: &Gemm, row: usize, column: usize, run: &Range<usize>) -> Tile {
         let at = row * job.c_row + column;
-        let epilogue = if block.end == job.k { self.epilogue } else { RawEpilogue::NONE };
+        let epilogue = if run.end == job.k { self.epilogue } else { RawEpilogue::NONE };
         Tile {
             a: std::ptr::null(),
             b: std::ptr::null(),
-            k: block.len(),
+            k: run.len(),
             // SAFETY: by this function's contract.
             c: unsafe { self.c.add(at) },
             c_row: job.c_row,
             columns: 0,
-            accumulate: self.accumulate || block.start > 0,
+            accumulate: self.accumulate || run.start > 0,
             epilogue: epilogue.from(at, column),
         }
     }
@@ -75,7 +75,7 @@ impl<A, B> Operands<'_, A, B> {
 /// - Different operands must not overlap. An operand must not overlap itself beyond what [`Gemm::run`] allows.
 /// - During the call, no other code may write an operand.
 /// - The scratch must have the pieces of `operands.packing`, which must have been created for this product.
-/// - `operands.cuts` must be empty.
+/// - `operands.restarts` must be empty.
 pub(super) unsafe fn run<A: Factor, B: Factor>(job: &Gemm, kernels: &Kernels, operands: Operands<'_, A, B>) {
     let is_nothing = job.k == 0 && operands.accumulate && operands.epilogue.is_none();
     if job.m == 0 || job.n == 0 || job.batch.count == 0 || is_nothing {
@@ -92,18 +92,13 @@ pub(super) unsafe fn run<A: Factor, B: Factor>(job: &Gemm, kernels: &Kernels, op
 }
 
 impl<A, B> Operands<'_, A, B> {
-    /// Returns the k blocks that begin in `range`, in order. Each block comes with the number of packed lines before
-    /// it. If k is 0, there is one empty block, so that C is written.
-    fn blocks(
-        &self,
-        job: &Gemm,
-        kernels: &Kernels,
-        range: Range<usize>,
-    ) -> impl Iterator<Item = (usize, Range<usize>)> {
+    /// Returns the runs of k that begin in `range`, in order: the order of summation restarts at the start of each. If
+    /// k is 0, there is one empty run, so that C is written.
+    fn runs(&self, job: &Gemm, kernels: &Kernels, range: Range<usize>) -> impl Iterator<Item = Range<usize>> {
         let (segment, longest, cuts) = (job.k_segment, BLOCK_K * kernels.k_of_line, self.restarts);
-        let mut next = Some((0, range.start));
+        let mut next = Some(range.start);
         std::iter::from_fn(move || {
-            let (line, start) = next?;
+            let start = next?;
             let segment_end = (start / segment).saturating_add(1).saturating_mul(segment);
             let mut end = (start + longest).min(segment_end).min(range.end);
             if let [first, cuts @ ..] = cuts {
@@ -111,36 +106,53 @@ impl<A, B> Operands<'_, A, B> {
                 let behind = cuts.partition_point(|&at| cut(at) <= start);
                 end = cuts.get(behind).map_or(end, |&at| end.min(cut(at)));
             }
-            next = (end < range.end).then_some((line + kernels.lines(end - start), end));
-            Some((line, start..end))
+            next = (end < range.end).then_some(end);
+            Some(start..end)
         })
     }
 
-    /// Returns the range of k blocks from `start` on that fit into the packed buffer together, but at least one
-    /// block.
-    fn chunk(&self, job: &Gemm, kernels: &Kernels, start: usize) -> Range<usize> {
-        let mut end = start;
-        for (line, block) in self.blocks(job, kernels, start..job.k) {
-            if end > start && line + kernels.lines(block.len()) > self.packing.depth {
-                break;
+    /// Returns the k blocks that begin in `range`, in order. Each block has as many whole runs as [`BLOCK_K`] lines
+    /// hold, and comes with the packed lines that it takes, counted from the first of `range`.
+    fn blocks(
+        &self,
+        job: &Gemm,
+        kernels: &Kernels,
+        range: Range<usize>,
+    ) -> impl Iterator<Item = (Range<usize>, Range<usize>)> {
+        let mut runs = self.runs(job, kernels, range).peekable();
+        let mut line = 0;
+        std::iter::from_fn(move || {
+            let (first_line, mut block) = (line, runs.next()?);
+            line += kernels.lines(block.len());
+            while let Some(run) = runs.next_if(|run| line + kernels.lines(run.len()) <= first_line + BLOCK_K) {
+                line += kernels.lines(run.len());
+                block.end = run.end;
             }
-            end = block.end;
-        }
-        start..end
+            Some((first_line..line, block))
+        })
+    }
+
+    /// Returns the range of k blocks from `start` on that fit into the packed buffer together. A block always fits.
+    fn chunk(&self, job: &Gemm, kernels: &Kernels, start: usize) -> Range<usize> {
+        let fitting = self.blocks(job, kernels, start..job.k).take_while(|(lines, _)| lines.end <= self.packing.depth);
+        start..fitting.last().map_or(start, |(_, block)| block.end)
     }
 
     /// Packs a k block of a panel's columns.
     ///
     /// # Safety
     /// The columns must exist, and no other code may access their panel `to` during the call.
-    unsafe fn pack(&self, job: &Gemm, kernels: &Kernels, block: &Range<usize>, columns: Range<usize>, to: *mut f32)
+    unsafe fn pack(&self, job: &Gemm, kernels: &Kernels, block: Range<usize>, columns: Range<usize>, mut to: *mut f32)
     where
         B: Factor,
     {
-        // SAFETY: by this function's contract.
-        unsafe {
-            let from = offset(self.b, block.start, columns.start, job.b.row, job.b.column);
-            B::pack_panel(kernels, &Source { start: from, strides: job.b }, block.len(), columns.len(), to);
+        for run in self.runs(job, kernels, block) {
+            // SAFETY: by this function's contract.
+            unsafe {
+                let from = offset(self.b, run.start, columns.start, job.b.row, job.b.column);
+                B::pack_panel(kernels, &Source { start: from, strides: job.b }, run.len(), columns.len(), to);
+                to = to.add(kernels.lines(run.len()) * kernels.columns);
+            }
         }
     }
 }
@@ -165,20 +177,18 @@ unsafe fn run_shared_b<A: Factor, B: Factor>(job: &Gemm, kernels: &Kernels, oper
             for_each(panels, &|panel| {
                 let start = columns.start + panel * width;
                 let here = start..columns.end.min(start + width);
-                for (line, block) in operands.blocks(job, kernels, chunk.clone()) {
-                    let operands = &operands;
-                    let lines = line..line + kernels.lines(block.len());
+                let operands = &operands;
+                for (lines, block) in operands.blocks(job, kernels, chunk.clone()) {
                     let to = operands.packing.b(operands.scratch, 0, lines).panel(panel * width);
                     // SAFETY: this panel belongs to this task alone. The chunk fits into its part of the scratch.
-                    unsafe { operands.pack(job, kernels, &block, here.clone(), to) };
+                    unsafe { operands.pack(job, kernels, block, here.clone(), to) };
                 }
             });
             for_each(tasks, &|task| {
                 let rows = first_row(task)..first_row(task + 1);
                 let operands = &operands;
                 let packed_a = operands.packing.a(operands.scratch, slot());
-                for (line, block) in operands.blocks(job, kernels, chunk.clone()) {
-                    let lines = line..line + kernels.lines(block.len());
+                for (lines, block) in operands.blocks(job, kernels, chunk.clone()) {
                     let packed_b = operands.packing.b(operands.scratch, 0, lines);
                     let part = TileBlock { rows: rows.clone(), columns: columns.clone(), block };
                     // SAFETY: the rows belong to this task alone. From here on, the packed panels are only read.
@@ -211,7 +221,7 @@ pub(super) struct Group<'s> {
     pub b: usize,
     /// Distance in elements from the first element of C to the first of this product's C.
     pub c: usize,
-    /// This product's [`Operands::cuts`]. If cuts are given and the call does not accumulate, C is first set to zero,
+    /// This product's [`Operands::restarts`]. If they are given and the call does not accumulate, C is first set to zero,
     /// even if k is 0.
     pub cuts: Option<&'s [u32]>,
 }
@@ -294,34 +304,16 @@ unsafe fn tile_privately<A: Factor, B: Factor>(
             return;
         }
         let packed_a = operands.packing.a(operands.scratch, slot);
-        let packed_b = |line, block: &Range<usize>| {
-            operands.packing.b(operands.scratch, slot, line..line + kernels.lines(block.len()))
-        };
-        let mut k_start = 0;
-        loop {
-            let chunk = operands.chunk(job, kernels, k_start);
-            let mut blocks = 0;
-            for (line, block) in operands.blocks(job, kernels, chunk.clone()) {
-                for start in columns.clone().step_by(width) {
-                    let to = packed_b(line, &block).panel(start - columns.start);
-                    operands.pack(job, kernels, &block, start..columns.end.min(start + width), to);
-                }
-                blocks += 1;
+        for (lines, block) in operands.blocks(job, kernels, 0..job.k) {
+            let packed_b = operands.packing.b(operands.scratch, slot, 0..lines.len());
+            for start in columns.clone().step_by(width) {
+                let to = packed_b.panel(start - columns.start);
+                operands.pack(job, kernels, block.clone(), start..columns.end.min(start + width), to);
             }
-            // If there are several blocks, fewer rows are processed at a time, so that their rows of C stay in the
-            // first-level cache.
-            let height = if blocks > 1 { BLOCK_ROWS / 2 } else { BLOCK_ROWS };
-            for first_row in rows.clone().step_by(height) {
-                for (line, block) in operands.blocks(job, kernels, chunk.clone()) {
-                    let packed_b = packed_b(line, &block);
-                    let rows = first_row..rows.end.min(first_row + height);
-                    let part = TileBlock { rows, columns: columns.clone(), block };
-                    multiply(job, kernels, operands, part, &packed_a, packed_b);
-                }
-            }
-            k_start = chunk.end;
-            if k_start >= job.k {
-                break;
+            for first_row in rows.clone().step_by(BLOCK_ROWS) {
+                let rows = first_row..rows.end.min(first_row + BLOCK_ROWS);
+                let part = TileBlock { rows, columns: columns.clone(), block: block.clone() };
+                multiply(job, kernels, operands, part, &packed_a, packed_b);
             }
         }
     }
@@ -347,13 +339,21 @@ unsafe fn multiply<A: Factor, B: Factor>(
     packed_b: PackedB<'_>,
 ) {
     let TileBlock { rows, columns, block } = part;
-    let (width, height, k) = (kernels.columns, rows.len(), block.len());
+    let (width, height) = (kernels.columns, rows.len());
     let layout = layout_of(job.a);
+    let (mut ends, mut count, mut line) = ([0; BLOCK_K], 0, 0);
 
-    // SAFETY: every address below is that of an element of the tile or of the packed blocks.
+    // SAFETY: every address below is that of an element of the tile or of the packed blocks. Only the single run of an
+    // empty block has no lines, so a block has at most `BLOCK_K` runs.
     unsafe {
-        let from = offset(operands.a, rows.start, block.start, job.a.row, job.a.column);
-        A::pack_rows(kernels, &Source { start: from, strides: job.a }, height, k, layout, packed_a);
+        for run in operands.runs(job, kernels, block.clone()) {
+            let from = offset(operands.a, rows.start, run.start, job.a.row, job.a.column);
+            let to = packed_a.from_line(line, layout);
+            A::pack_rows(kernels, &Source { start: from, strides: job.a }, height, run.len(), layout, &to);
+            line += kernels.lines(run.len());
+            ends[count] = run.end;
+            count += 1;
+        }
         for first_column in columns.clone().step_by(BLOCK_COLUMNS) {
             let end_column = columns.end.min(first_column + BLOCK_COLUMNS);
             let mut panels = [std::ptr::null_mut(); BLOCK_COLUMNS / NARROWEST_PANEL];
@@ -363,14 +363,15 @@ unsafe fn multiply<A: Factor, B: Factor>(
             for row in (0..height).step_by(kernels.rows()) {
                 let height = kernels.rows().min(height - row);
                 for (column, &panel) in (first_column..end_column).step_by(width).zip(&panels) {
-                    let tile = Tile {
-                        a: packed_a.row(row, layout),
-                        b: panel,
-                        k: kernels.lines(k),
-                        columns: width.min(end_column - column),
-                        ..operands.tile(job, rows.start + row, column, &block)
-                    };
-                    kernels.panel(layout, height, tile);
+                    // The tile stays in the first-level cache for all of its runs.
+                    let (mut start, mut a, mut b) = (block.start, packed_a.row(row, layout), panel);
+                    for &end in &ends[..count] {
+                        let k = kernels.lines(end - start);
+                        let columns = width.min(end_column - column);
+                        let tile = operands.tile(job, rows.start + row, column, &(start..end));
+                        kernels.panel(layout, height, Tile { a, b, k, columns, ..tile });
+                        (start, a, b) = (end, a.wrapping_add(k * layout.line()), b.wrapping_add(k * width));
+                    }
                 }
             }
         }
@@ -391,18 +392,18 @@ unsafe fn multiply_in_place<A: Factor, B: Factor>(
 ) {
     let width = kernels.columns / 2;
     for column in columns.clone().step_by(width) {
-        for (_, block) in operands.blocks(job, kernels, 0..job.k) {
+        for run in operands.runs(job, kernels, 0..job.k) {
             // SAFETY: every address below is that of an element of the rows or of B's columns, except `next`, which is
             // only prefetched.
             unsafe {
-                let b = offset(b, block.start, column, job.b.row, job.b.column);
+                let b = offset(b, run.start, column, job.b.row, job.b.column);
                 let tile = Tile {
-                    a: offset(a, 0, block.start, job.a.row, job.a.column),
+                    a: offset(a, 0, run.start, job.a.row, job.a.column),
                     b,
                     columns: width.min(columns.end - column),
-                    ..operands.tile(job, 0, column, &block)
+                    ..operands.tile(job, 0, column, &run)
                 };
-                let next = b.wrapping_add(width * job.b.column + (width - 1) * block.start);
+                let next = b.wrapping_add(width * job.b.column + (width - 1) * run.start);
                 kernels.in_place(job.m, &InPlace { tile, a_row: job.a.row, b_column: job.b.column, next });
             }
         }

@@ -93,10 +93,11 @@ pub(super) unsafe fn finish<V: Vector, const ROWS: usize, const VECTORS: usize>(
             }
         }
         if !rounded.is_null() {
-            for row in 0..ROWS {
+            // The compiler does not unroll this loop. It reads a copy, so that the sums need not be in memory for it.
+            for (row, line) in lines_of(&sums).0.iter().enumerate() {
                 let rounded = rounded.add(row * tile.c_row);
                 for i in 0..VECTORS {
-                    sums[row][i].store_rounded(rounded.add(i * V::LANES));
+                    V::load(line[i * V::LANES..].as_ptr()).store_rounded(rounded.add(i * V::LANES));
                 }
             }
             return;
@@ -110,6 +111,10 @@ pub(super) unsafe fn finish<V: Vector, const ROWS: usize, const VECTORS: usize>(
     }
 }
 
+/// Sums as rows of floats, aligned for the widest vectors.
+#[repr(align(64))]
+pub(super) struct Lines<const ROWS: usize>(pub [[f32; 32]; ROWS]);
+
 /// Stores the sums as rows of floats.
 ///
 /// # Safety
@@ -117,9 +122,9 @@ pub(super) unsafe fn finish<V: Vector, const ROWS: usize, const VECTORS: usize>(
 #[inline(always)]
 pub(super) unsafe fn lines_of<V: Vector, const ROWS: usize, const VECTORS: usize>(
     sums: &[[V; VECTORS]; ROWS],
-) -> [[f32; 32]; ROWS] {
-    let mut lines = [[0.0; 32]; ROWS];
-    for (line, sums) in lines.iter_mut().zip(sums) {
+) -> Lines<ROWS> {
+    let mut lines = Lines([[0.0; 32]; ROWS]);
+    for (line, sums) in lines.0.iter_mut().zip(sums) {
         for (i, sum) in sums.iter().enumerate() {
             // SAFETY: a line has room for two of the widest vectors.
             unsafe { sum.store(line[i * V::LANES..].as_mut_ptr()) };

@@ -41,6 +41,15 @@ impl Layout {
     pub fn row(self) -> usize {
         if self == Self::Rows { ROW_STRIDE } else { 1 }
     }
+
+    /// Distance from one line to the next.
+    pub fn line(self) -> usize {
+        match self {
+            Self::Rows => 1,
+            Self::Columns => COLUMN_STRIDE,
+            Self::WideColumns => ROW_STRIDE,
+        }
+    }
 }
 
 /// The operands of one micro-kernel call.
@@ -325,7 +334,7 @@ unsafe fn micro<V: Vector, const ROWS: usize, const A_ROW: usize, const A_K: usi
         }
 
         match tile.columns < 2 * V::LANES {
-            true => finish_narrow(tile, &lines_of(&sums)),
+            true => finish_narrow(tile, &lines_of(&sums).0),
             false => finish(tile, sums),
         }
     }
@@ -358,14 +367,14 @@ unsafe fn in_place<V: Vector, const ROWS: usize>(job: &InPlace) {
             }
         }
         let mut lines = lines_of(&sums);
-        for (row, line) in lines.iter_mut().enumerate() {
+        for (row, line) in lines.0.iter_mut().enumerate() {
             for (column, sum) in line[..tile.columns].iter_mut().enumerate() {
                 for k in done..tile.k {
                     *sum = (*tile.a.add(row * a_row + k)).mul_add(*tile.b.add(column * b_column + k), *sum);
                 }
             }
         }
-        finish_narrow(tile, &lines);
+        finish_narrow(tile, &lines.0);
     }
 }
 

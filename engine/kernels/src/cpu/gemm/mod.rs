@@ -9,14 +9,14 @@
 //! along k instead.
 //!
 //! # Order of summation
-//! k is cut into segments of [`Gemm::k_segment`], and each segment into blocks of at most [`BLOCK_K`] (twice as many
-//! for pairs). Within a block, each element of C has one accumulator. It starts at zero and takes fused multiply-adds
-//! in the order of k. The blocks' sums are added to C in order, then the bias, then the residual. It follows that:
+//! k is cut into segments of [`Gemm::k_segment`], and each segment into runs of at most [`BLOCK_K`] (twice as many for
+//! pairs). Within a run, each element of C has one accumulator. It starts at zero and takes fused multiply-adds in the
+//! order of k. The runs' sums are added to C in order, then the bias, then the residual. It follows that:
 //! - One call with k = 8·s and `k_segment` = s gives the same bits as eight accumulating calls with k = s.
 //! - Tiles, threads and the instruction set do not change a bit.
 //!
 //! With pairs of bf16, an accumulator takes two products at a time, in the order of `vdpbf16ps`, which rounds after
-//! each product and treats subnormals as zeros. If a block has an odd number of k, the last one is paired with 0. The
+//! each product and treats subnormals as zeros. If a run has an odd number of k, the last one is paired with 0. The
 //! two consequences above hold for pairs too, except that the bits differ from those of other instruction sets.
 //!
 //! # How it runs

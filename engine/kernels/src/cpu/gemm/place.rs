@@ -17,8 +17,7 @@ pub(super) const BLOCK_ROWS: usize = 96;
 pub(super) const BLOCK_COLUMNS: usize = 256;
 /// Maximum number of columns of B that are packed together.
 pub(super) const CHUNK_COLUMNS: usize = 2048;
-/// Maximum number of floats of B that are packed together. A chunk has at least one k block, even if the block is
-/// larger.
+/// Maximum number of floats of B that are packed together, unless a single k block is larger.
 const CHUNK_LEN: usize = 1 << 20;
 /// Number of rows of a part of A. It is a multiple of the height of every level's tallest micro-kernel, so that no
 /// micro-kernel reads from two parts.
@@ -117,6 +116,11 @@ impl PackedA {
     /// Returns the addresses of the parts; null for parts after the last row.
     pub fn parts(&self) -> &[*mut f32] {
         &self.0
+    }
+
+    /// Returns the same scratch without its first lines.
+    pub fn from_line(self, line: usize, layout: Layout) -> Self {
+        Self(self.0.map(|part| part.wrapping_add(line * layout.line())))
     }
 
     /// Returns the address of the first element of a row.
