@@ -90,12 +90,12 @@ fn print(title: &str, whole: f64, steps: &[Times], traffic: &BTreeMap<String, u6
 
 type Times = BTreeMap<Key, Spent>;
 
-/// What the calls of an instruction took.
+/// The time that the calls of an instruction took.
 #[derive(Debug, Clone, Copy, Default)]
 struct Spent {
     calls: usize,
     wall: Duration,
-    /// Of all threads.
+    /// CPU time of all threads.
     cpu: Duration,
 }
 
