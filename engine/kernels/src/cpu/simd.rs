@@ -200,6 +200,12 @@ impl Vector for Pairs {
         // SAFETY: the caller gives sixteen writable floats.
         unsafe { _mm512_storeu_ps(to, self.0) }
     }
+    /// Stores subnormals as zeros, as products of pairs read them.
+    #[inline(always)]
+    unsafe fn store_rounded(self, to: *mut bf16) {
+        // SAFETY: the caller has the level's features and `avx512bf16`, and gives sixteen writable bf16.
+        unsafe { to.cast::<__m256bh>().write_unaligned(_mm512_cvtneps_pbh(self.0)) }
+    }
     #[inline(always)]
     unsafe fn add(self, other: Self) -> Self {
         // SAFETY: the caller has the level's features.

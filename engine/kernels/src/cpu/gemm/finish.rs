@@ -93,7 +93,17 @@ pub(super) unsafe fn finish<V: Vector, const ROWS: usize, const VECTORS: usize>(
             }
         }
         if !rounded.is_null() {
-            // The compiler does not unroll this loop. It reads a copy, so that the sums need not be in memory for it.
+            if V::IS_PAIRS {
+                for row in 0..ROWS {
+                    let rounded = rounded.add(row * tile.c_row);
+                    for i in 0..VECTORS {
+                        sums[row][i].store_rounded(rounded.add(i * V::LANES));
+                    }
+                }
+                return;
+            }
+            // Rounding takes several instructions, so the compiler does not unroll this loop. It reads a copy, so that the
+            // sums need not be in memory for it.
             for (row, line) in lines_of(&sums).0.iter().enumerate() {
                 let rounded = rounded.add(row * tile.c_row);
                 for i in 0..VECTORS {
