@@ -261,10 +261,11 @@ impl<T: Factor> Task<'_, T> {
             q.prefetch(next.clone(), d);
             out.prefetch(next.clone(), of_v);
             dout.prefetch(next, of_v);
-            instructions.pack_rows(q, rows.clone(), d, arrays.q_panel);
-            instructions.pack_rows(dout, rows.clone(), of_v, arrays.dout_panel);
-            let product = |a: *const f32, b: *const f32, depth: usize, c: *mut f32| Product {
+            let q_panel = instructions.rows_of::<T>(q, rows.clone(), d, arrays.q_panel);
+            let dout_panel = instructions.rows_of::<T>(dout, rows.clone(), of_v, arrays.dout_panel);
+            let product = |(a, a_row): (*const f32, usize), b: *const f32, depth: usize, c: *mut f32| Product {
                 a,
+                a_row,
                 b,
                 depth: products.lines(depth),
                 k: products.lines(depth),
@@ -273,9 +274,9 @@ impl<T: Factor> Task<'_, T> {
                 columns: columns.next_multiple_of(products.columns),
                 accumulate: false,
             };
-            let score = product(arrays.q_panel, arrays.k_transposed, d, probabilities);
+            let score = product(q_panel, arrays.k_transposed, d, probabilities);
             products.block(Layout::Rows, rows.len(), &score);
-            let probability_gradient = product(arrays.dout_panel, arrays.v_transposed, of_v, gradients);
+            let probability_gradient = product(dout_panel, arrays.v_transposed, of_v, gradients);
             products.block(Layout::Rows, rows.len(), &probability_gradient);
 
             let begin = job.first_key_of(operands.starts, batch, rows.clone());
@@ -308,6 +309,7 @@ impl<T: Factor> Task<'_, T> {
                 }
                 let product = Product {
                     a: factor,
+                    a_row: ROW_STRIDE,
                     b: arrays.k,
                     depth: products.lines(keys.len()),
                     k: products.lines(columns),
@@ -355,6 +357,7 @@ impl<T: Factor> Task<'_, T> {
             unsafe {
                 let product = Product {
                     a: tile.add(blind * ROW_STRIDE + first - keys.start),
+                    a_row: 1,
                     b: packed.add(blind * products.columns),
                     depth: lines,
                     k: lines - blind,

@@ -168,7 +168,7 @@ impl<T: Factor> Task<'_, T> {
         unsafe {
             let q = Head::new(operands.q.cast_mut(), job.q, batch, head);
             q.prefetch(rows.end..(rows.end + rows.len()).min(job.queries), job.head_size);
-            self.instructions.pack_rows(q, rows.clone(), job.head_size, query_panel);
+            let (panel, panel_row) = self.instructions.rows_of::<T>(q, rows.clone(), job.head_size, query_panel);
             // Scaled queries would have to be rounded to bf16, so with bf16 the scores are scaled instead.
             if !T::IS_BF16 {
                 for i in 0..rows.len() {
@@ -178,7 +178,8 @@ impl<T: Factor> Task<'_, T> {
             }
             let lines = products.lines(job.head_size);
             let product = Product {
-                a: query_panel,
+                a: panel,
+                a_row: panel_row,
                 b: block.k,
                 depth: lines,
                 k: lines,
@@ -195,6 +196,7 @@ impl<T: Factor> Task<'_, T> {
             }
             let product = Product {
                 a: scores,
+                a_row: ROW_STRIDE,
                 b: block.v,
                 depth: products.lines(block.keys.len()),
                 k: products.lines(columns),
@@ -324,21 +326,25 @@ impl Instructions {
         }
     }
 
-    /// Packs `size` elements of each of a head's tokens as rows of A, the left operand of a product.
+    /// Returns the rows of A, the left operand of a product, that have `size` elements of each of a head's tokens, and the
+    /// distance between them. If they cannot be read in place, they are packed into `panel`.
     ///
     /// # Safety
     /// The tokens must exist, and `panel` must have room for their rows.
-    pub(super) unsafe fn pack_rows<T: Factor>(
+    pub(super) unsafe fn rows_of<T: Factor>(
         &self,
         head: Head<T>,
         tokens: Range<usize>,
         size: usize,
         panel: *mut f32,
-    ) {
+    ) -> (*const f32, usize) {
         // SAFETY: by this function's contract.
         unsafe {
             let source = Source { start: head.at(tokens.start).cast_const(), strides: Strides::row_major(head.token) };
-            T::pack_rows(self.products, &source, tokens.len(), size, Layout::Rows, &PackedA::of(panel));
+            T::rows_in_place(self.products, &source, size).unwrap_or_else(|| {
+                T::pack_rows(self.products, &source, tokens.len(), size, Layout::Rows, &PackedA::of(panel));
+                (panel.cast_const(), ROW_STRIDE)
+            })
         }
     }
 }

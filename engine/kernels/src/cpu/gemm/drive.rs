@@ -6,7 +6,7 @@
 use std::ops::Range;
 
 use super::finish::RawEpilogue;
-use super::kernel::{Factor, InPlace, Kernels, Tile};
+use super::kernel::{Factor, InPlace, Kernels, ROW_STRIDE, Tile};
 use super::pack::Source;
 use super::place::{
     BLOCK_COLUMNS, BLOCK_K, BLOCK_ROWS, CHUNK_COLUMNS, NARROWEST_PANEL, PackedA, PackedB, Packing, layout_of,
@@ -57,6 +57,7 @@ impl<A, B> Operands<'_, A, B> {
         let epilogue = if run.end == job.k { self.epilogue } else { RawEpilogue::NONE };
         Tile {
             a: std::ptr::null(),
+            a_row: ROW_STRIDE,
             b: std::ptr::null(),
             k: run.len(),
             // SAFETY: by this function's contract.
@@ -342,14 +343,19 @@ unsafe fn multiply<A: Factor, B: Factor>(
     let (width, height) = (kernels.columns, rows.len());
     let layout = layout_of(job.a);
     let (mut ends, mut count, mut line) = ([0; BLOCK_K], 0, 0);
+    let mut in_place = None;
 
     // SAFETY: every address below is that of an element of the tile or of the packed blocks. Only the single run of an
     // empty block has no lines, so a block has at most `BLOCK_K` runs.
     unsafe {
         for run in operands.runs(job, kernels, block.clone()) {
             let from = offset(operands.a, rows.start, run.start, job.a.row, job.a.column);
-            let to = packed_a.from_line(line, layout);
-            A::pack_rows(kernels, &Source { start: from, strides: job.a }, height, run.len(), layout, &to);
+            let source = Source { start: from, strides: job.a };
+            in_place = A::rows_in_place(kernels, &source, run.len()).filter(|_| run == block);
+            if in_place.is_none() {
+                let to = packed_a.from_line(line, layout);
+                A::pack_rows(kernels, &source, height, run.len(), layout, &to);
+            }
             line += kernels.lines(run.len());
             ends[count] = run.end;
             count += 1;
@@ -362,14 +368,18 @@ unsafe fn multiply<A: Factor, B: Factor>(
             }
             for row in (0..height).step_by(kernels.rows()) {
                 let height = kernels.rows().min(height - row);
+                let (first, a_row) = match in_place {
+                    Some((rows, stride)) => (rows.wrapping_add(row * stride), stride),
+                    None => (packed_a.row(row, layout).cast_const(), ROW_STRIDE),
+                };
                 for (column, &panel) in (first_column..end_column).step_by(width).zip(&panels) {
                     // The tile stays in the first-level cache for all of its runs.
-                    let (mut start, mut a, mut b) = (block.start, packed_a.row(row, layout), panel);
+                    let (mut start, mut a, mut b) = (block.start, first, panel);
                     for &end in &ends[..count] {
                         let k = kernels.lines(end - start);
                         let columns = width.min(end_column - column);
                         let tile = operands.tile(job, rows.start + row, column, &(start..end));
-                        kernels.panel(layout, height, Tile { a, b, k, columns, ..tile });
+                        kernels.panel(layout, height, Tile { a, a_row, b, k, columns, ..tile });
                         (start, a, b) = (end, a.wrapping_add(k * layout.line()), b.wrapping_add(k * width));
                     }
                 }

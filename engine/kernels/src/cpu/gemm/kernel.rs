@@ -11,8 +11,8 @@ use std::arch::x86_64::{__m256, __m512};
 use half::bf16;
 
 use super::finish::{RawEpilogue, finish, finish_narrow, lines_of};
-use super::pack;
 use super::place::PackedA;
+use super::{Strides, pack};
 use crate::cpu::Float;
 #[cfg(target_arch = "x86_64")]
 use crate::cpu::peak::Bf16Products;
@@ -28,7 +28,7 @@ pub const COLUMN_STRIDE: usize = 24;
 /// The layout of a packed k block of A.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Layout {
-    /// Contiguous along k; rows are [`ROW_STRIDE`] apart.
+    /// Contiguous along k. Packed rows are [`ROW_STRIDE`] apart.
     Rows,
     /// Contiguous along rows; successive k are [`COLUMN_STRIDE`] apart.
     Columns,
@@ -54,8 +54,10 @@ impl Layout {
 
 /// The operands of one micro-kernel call.
 pub struct Tile {
-    /// First row of A's block, in the layout that the micro-kernel expects.
+    /// First row of A's block, in the layout that the micro-kernel expects. It need not be aligned.
     pub a: *const f32,
+    /// Distance between rows of A in [`Layout::Rows`].
+    pub a_row: usize,
     /// The packed panel of B: `k` × [`Kernels::columns`] floats.
     pub b: *const f32,
     /// Lines of the k block.
@@ -109,6 +111,12 @@ pub trait Factor: Float {
         to: &PackedA,
     );
 
+    /// Returns the address of the first of some rows of A with `k` columns, and the distance between rows, if
+    /// micro-kernels can read the rows in place.
+    fn rows_in_place(_: &Kernels, _: &pack::Source<Self>, _: usize) -> Option<(*const f32, usize)> {
+        None
+    }
+
     /// Packs a panel of B.
     ///
     /// # Safety
@@ -154,6 +162,16 @@ impl Factor for bf16 {
     ) {
         // SAFETY: by this function's contract.
         unsafe { (kernels.pack_rows_bf16)(source, rows, k, layout, to) }
+    }
+
+    /// In place, two adjacent values already form a lane.
+    #[inline]
+    fn rows_in_place(kernels: &Kernels, source: &pack::Source<Self>, k: usize) -> Option<(*const f32, usize)> {
+        /// The rows of a micro-kernel would share too few cache sets if they were a multiple of this length apart.
+        const SAME_SETS: usize = 1024;
+        let Strides { row, column } = source.strides;
+        let are_lanes = kernels.k_of_line == 2 && column == 1 && row.is_multiple_of(2) && k.is_multiple_of(2);
+        (are_lanes && !row.is_multiple_of(SAME_SETS)).then_some((source.start.cast(), row / 2))
     }
 
     #[inline]
@@ -246,13 +264,14 @@ impl Kernels {
     #[inline]
     pub unsafe fn panel(&self, layout: Layout, rows: usize, mut tile: Tile) {
         let micro = self.micro[layout as usize];
+        let a_row = if layout == Layout::Rows { tile.a_row } else { 1 };
         let mut left = rows;
         while left > 0 {
             let height = left.min(micro.len());
             // SAFETY: the level was checked when this table was returned. By this function's contract, the tile is
             // valid.
             unsafe { micro[height - 1](&tile) };
-            tile.a = tile.a.wrapping_add(height * layout.row());
+            tile.a = tile.a.wrapping_add(height * a_row);
             tile.c = tile.c.wrapping_add(height * tile.c_row);
             tile.epilogue = tile.epilogue.from(height * tile.c_row, 0);
             left -= height;
@@ -278,6 +297,7 @@ impl Kernels {
         for column in (0..product.columns).step_by(self.columns) {
             let tile = Tile {
                 a: product.a,
+                a_row: product.a_row,
                 b: product.b.wrapping_add(column * product.depth),
                 k: product.k,
                 c: product.c.wrapping_add(column),
@@ -294,8 +314,10 @@ impl Kernels {
 
 /// A small product of packed operands, for [`Kernels::block`].
 pub struct Product {
-    /// First row of A, in the layout given to the call.
+    /// First row of A, in the layout given to the call. It need not be aligned.
     pub a: *const f32,
+    /// Distance between rows of A in [`Layout::Rows`].
+    pub a_row: usize,
     /// First line of the first packed panel to multiply by.
     pub b: *const f32,
     /// Number of lines of a packed panel, including those that are not multiplied.
@@ -316,16 +338,17 @@ pub struct Product {
 /// or of pairs of k.
 #[inline(always)]
 #[expect(clippy::needless_range_loop, reason = "indexing by a constant range unrolls into registers")]
-unsafe fn micro<V: Vector, const ROWS: usize, const A_ROW: usize, const A_K: usize>(tile: &Tile) {
+unsafe fn micro<V: Vector, const ROWS: usize, const IS_COLUMNS: bool, const A_K: usize>(tile: &Tile) {
     // SAFETY: the tile is valid. The wrapper into which this is inlined has the features.
     unsafe {
         let mut sums = [[V::splat(0.0); 2]; ROWS];
+        let a_row = if IS_COLUMNS { 1 } else { tile.a_row };
         let (mut a, mut b) = (tile.a, tile.b);
         tile.prefetch::<ROWS>(V::LANES);
         for _ in 0..tile.k {
             let panel = [V::load(b), V::load(b.add(V::LANES))];
             for row in 0..ROWS {
-                let x = V::splat(*a.add(row * A_ROW));
+                let x = V::splat(a.add(row * a_row).read_unaligned());
                 sums[row][0] = x.mul_add(panel[0], sums[row][0]);
                 sums[row][1] = x.mul_add(panel[1], sums[row][1]);
             }
@@ -385,9 +408,9 @@ macro_rules! level {
             use super::*;
 
             $(#[target_feature(enable = $feature)])?
-            unsafe fn micro<const ROWS: usize, const A_ROW: usize, const A_K: usize>(tile: &Tile) {
+            unsafe fn micro<const ROWS: usize, const IS_COLUMNS: bool, const A_K: usize>(tile: &Tile) {
                 // SAFETY: by the contract of the inlined function.
-                unsafe { super::micro::<$vector, ROWS, A_ROW, A_K>(tile) }
+                unsafe { super::micro::<$vector, ROWS, IS_COLUMNS, A_K>(tile) }
             }
 
             $(#[target_feature(enable = $feature)])?
@@ -429,9 +452,9 @@ macro_rules! level {
                 columns: 2 * <$vector>::LANES,
                 k_of_line: if <$vector>::IS_PAIRS { 2 } else { 1 },
                 micro: [
-                    &[$(micro::<$rows, ROW_STRIDE, 1>),*],
-                    &[$(micro::<$rows, 1, COLUMN_STRIDE>),*],
-                    &[$(micro::<$rows, 1, ROW_STRIDE>),*],
+                    &[$(micro::<$rows, false, 1>),*],
+                    &[$(micro::<$rows, true, COLUMN_STRIDE>),*],
+                    &[$(micro::<$rows, true, ROW_STRIDE>),*],
                 ],
                 pack_panel,
                 pack_panel_bf16,

@@ -16,8 +16,9 @@
 //! - Tiles, threads and the instruction set do not change a bit.
 //!
 //! With pairs of bf16, an accumulator takes two products at a time, in the order of `vdpbf16ps`, which rounds after
-//! each product and treats subnormals as zeros. If a run has an odd number of k, the last one is paired with 0. The
-//! two consequences above hold for pairs too, except that the bits differ from those of other instruction sets.
+//! each product and treats subnormals as zeros, as does the instruction that rounds results to bf16. If a run has an odd
+//! number of k, the last one is paired with 0. The two consequences above hold for pairs too, except that the bits differ
+//! from those of other instruction sets.
 //!
 //! # How it runs
 //! The scheme is that of Goto and van de Geijn ("Anatomy of High-Performance Matrix Multiplication", 2008). First all
@@ -26,6 +27,9 @@
 //! - With few rows, or many matrices (one per expert), each thread packs the columns of B that it needs itself.
 //! - With at most as many rows as a micro-kernel has, as for decoded tokens, f32 operands that are contiguous along k
 //!   are not packed but read in place.
+//!
+//! Rows of A in bf16 that are contiguous along k are read in place too if they are multiplied in pairs. In f32 this gained
+//! nothing.
 
 mod drive;
 mod finish;

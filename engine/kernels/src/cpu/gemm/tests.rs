@@ -333,6 +333,26 @@ fn segments_are_calls<F: Factor>(as_factor: impl Fn(f32) -> F) {
     }
 }
 
+/// Rows of bf16 are packed if their distance is odd or a multiple of 1024, and otherwise may be read in place.
+#[test]
+fn bits_do_not_depend_on_where_rows_of_bf16_lie() {
+    let (m, n, k) = (100, 70, 900);
+    let values: Vec<bf16> = Operands::of(&Gemm::new(m, n, k, Strides::row_major(k), Strides::row_major(n)))
+        .a
+        .iter()
+        .map(|&x| rounded(x))
+        .collect();
+    let results = [900, 901, 902, 1024].map(|row| {
+        let job = Gemm::new(m, n, k, Strides::row_major(row), Strides::row_major(n));
+        let mut a = vec![bf16::NAN; m * row];
+        a.chunks_mut(row).zip(values.chunks(k)).for_each(|(a, values)| a[..k].copy_from_slice(values));
+        let operands = Operands::of(&job);
+        let b: Vec<bf16> = operands.b.iter().map(|&x| rounded(x)).collect();
+        bits(&operands.run_with(&a, &b, &job, Level::best(), 2, PLAIN))
+    });
+    assert!(results.iter().all(|result| *result == results[0]));
+}
+
 #[test]
 fn an_empty_k_gives_zero_or_leaves_c() {
     let job = Gemm::new(3, 5, 0, Strides::row_major(0), Strides::row_major(5));
