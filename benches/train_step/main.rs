@@ -11,8 +11,9 @@
 //! Each side is a process of its own, so that its peak memory can be measured. The sides take turns of two steps, so
 //! that other work on the machine affects all of them. The second step is measured, as in training, where one step
 //! follows another; in the first, threads that slept while the other sides worked are woken, and caches are filled. All
-//! sides do the same work, with one exception: candle's side does not clip gradients by their global norm. With `-p`, candle is built as for its users. If the whole workspace
-//! were built, candle's matrix products would use the AVX-512 feature that the engine's own benchmarks enable.
+//! sides do the same work, with one exception: candle's side does not clip gradients by their global norm. With `-p`,
+//! candle is built as for its users. If the whole workspace were built, candle's matrix products would use the AVX-512
+//! feature that the engine's own benchmarks enable.
 
 mod adapters;
 mod model;

@@ -217,14 +217,14 @@ mod avx512_bf16 {
     use std::arch::x86_64::*;
 
     use super::{LANES, Rows, avx512, bf16};
+    use crate::cpu::simd::{Pairs, Vector};
 
     #[target_feature(enable = "avx512f,avx512bf16")]
     unsafe fn round(from: *const f32, len: usize, to: *mut bf16) {
         for start in (0..len).step_by(LANES) {
             // SAFETY: as in [`super::round`].
             unsafe {
-                let x = _mm512_cvtneps_pbh(_mm512_loadu_ps(from.add(start)));
-                to.add(start).cast::<__m256bh>().write_unaligned(x);
+                Pairs::load(from.add(start)).store_rounded(to.add(start));
             }
         }
     }

@@ -375,9 +375,9 @@ unsafe fn multiply<A: Factor, B: Factor>(
                 for (column, &panel) in (first_column..end_column).step_by(width).zip(&panels) {
                     // The tile stays in the first-level cache for all of its runs.
                     let (mut start, mut a, mut b) = (block.start, first, panel);
+                    let columns = width.min(end_column - column);
                     for &end in &ends[..count] {
                         let k = kernels.lines(end - start);
-                        let columns = width.min(end_column - column);
                         let tile = operands.tile(job, rows.start + row, column, &(start..end));
                         kernels.panel(layout, height, Tile { a, a_row, b, k, columns, ..tile });
                         (start, a, b) = (end, a.wrapping_add(k * layout.line()), b.wrapping_add(k * width));

@@ -43,7 +43,7 @@ impl Layout {
     }
 
     /// Distance from one line to the next.
-    pub fn line(self) -> usize {
+    pub const fn line(self) -> usize {
         match self {
             Self::Rows => 1,
             Self::Columns => COLUMN_STRIDE,
@@ -452,9 +452,9 @@ macro_rules! level {
                 columns: 2 * <$vector>::LANES,
                 k_of_line: if <$vector>::IS_PAIRS { 2 } else { 1 },
                 micro: [
-                    &[$(micro::<$rows, false, 1>),*],
-                    &[$(micro::<$rows, true, COLUMN_STRIDE>),*],
-                    &[$(micro::<$rows, true, ROW_STRIDE>),*],
+                    &[$(micro::<$rows, false, { Layout::Rows.line() }>),*],
+                    &[$(micro::<$rows, true, { Layout::Columns.line() }>),*],
+                    &[$(micro::<$rows, true, { Layout::WideColumns.line() }>),*],
                 ],
                 pack_panel,
                 pack_panel_bf16,

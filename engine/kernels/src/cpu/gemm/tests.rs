@@ -63,7 +63,7 @@ impl Operands {
 
     /// Like [`Self::run`], with operands rounded to bf16.
     fn run_bf16(&self, job: &Gemm, threads: usize, extras: Extras) -> Vec<f32> {
-        let [a, b] = [&self.a, &self.b].map(|x| x.iter().map(|&x| rounded(x)).collect::<Vec<bf16>>());
+        let [a, b] = [&self.a, &self.b].map(|x| in_bf16(x));
         self.run_with(&a, &b, job, Level::best(), threads, extras)
     }
 
@@ -157,7 +157,7 @@ fn check(job: &Gemm, threads: usize, extras: Extras) {
 /// bits may differ, within the same error bound.
 fn check_bf16(job: &Gemm, threads: usize, extras: Extras) {
     let mut operands = Operands::of(job);
-    let [a, b] = [&operands.a, &operands.b].map(|x| x.iter().map(|&x| rounded(x)).collect::<Vec<bf16>>());
+    let [a, b] = [&operands.a, &operands.b].map(|x| in_bf16(x));
     operands.a = a.iter().map(|&x| widened(x)).collect();
     operands.b = b.iter().map(|&x| widened(x)).collect();
     let expected = operands.run(job, Level::best(), threads, extras);
@@ -176,6 +176,10 @@ fn check_bf16(job: &Gemm, threads: usize, extras: Extras) {
         }
         assert_eq!(bits(&mixed), bits(&expected), "{level:?}, A of f32, {job:?} {extras:?}");
     }
+}
+
+fn in_bf16(values: &[f32]) -> Vec<bf16> {
+    values.iter().map(|&value| rounded(value)).collect()
 }
 
 fn bits(values: &[f32]) -> Vec<u32> {
@@ -337,18 +341,13 @@ fn segments_are_calls<F: Factor>(as_factor: impl Fn(f32) -> F) {
 #[test]
 fn bits_do_not_depend_on_where_rows_of_bf16_lie() {
     let (m, n, k) = (100, 70, 900);
-    let values: Vec<bf16> = Operands::of(&Gemm::new(m, n, k, Strides::row_major(k), Strides::row_major(n)))
-        .a
-        .iter()
-        .map(|&x| rounded(x))
-        .collect();
+    let values = in_bf16(&Operands::of(&Gemm::new(m, n, k, Strides::row_major(k), Strides::row_major(n))).a);
     let results = [900, 901, 902, 1024].map(|row| {
         let job = Gemm::new(m, n, k, Strides::row_major(row), Strides::row_major(n));
         let mut a = vec![bf16::NAN; m * row];
         a.chunks_mut(row).zip(values.chunks(k)).for_each(|(a, values)| a[..k].copy_from_slice(values));
         let operands = Operands::of(&job);
-        let b: Vec<bf16> = operands.b.iter().map(|&x| rounded(x)).collect();
-        bits(&operands.run_with(&a, &b, &job, Level::best(), 2, PLAIN))
+        bits(&operands.run_with(&a, &in_bf16(&operands.b), &job, Level::best(), 2, PLAIN))
     });
     assert!(results.iter().all(|result| *result == results[0]));
 }
