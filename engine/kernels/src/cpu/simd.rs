@@ -60,7 +60,7 @@ pub(super) fn prefetch(at: *const f32) {
     #[cfg(target_arch = "x86_64")]
     // SAFETY: SSE is part of x86-64, and a prefetch of any address has no effect that can be observed.
     unsafe {
-        _mm_prefetch::<_MM_HINT_T0>(at.cast());
+        _mm_prefetch::<_MM_HINT_T1>(at.cast());
     }
     #[cfg(not(target_arch = "x86_64"))]
     let _ = at;
@@ -72,19 +72,6 @@ pub fn prefetch_row<T>(from: *const T, ahead: usize, len: usize) {
     for line in (0..len).step_by(64 / size_of::<T>()) {
         prefetch(from.wrapping_add(ahead + line).cast());
     }
-}
-
-/// Like [`prefetch`], for an address that is only read after many others. Loads the cache line into the second-level
-/// cache only.
-#[inline(always)]
-pub(super) fn prefetch_far(at: *const f32) {
-    #[cfg(target_arch = "x86_64")]
-    // SAFETY: as in [`prefetch`].
-    unsafe {
-        _mm_prefetch::<_MM_HINT_T1>(at.cast());
-    }
-    #[cfg(not(target_arch = "x86_64"))]
-    let _ = at;
 }
 
 /// A register of `f32` lanes.

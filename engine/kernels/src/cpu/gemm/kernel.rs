@@ -18,7 +18,7 @@ use crate::cpu::Float;
 use crate::cpu::peak::Bf16Products;
 #[cfg(target_arch = "x86_64")]
 use crate::cpu::simd::Pairs;
-use crate::cpu::simd::{Lanes, Level, Vector, prefetch, prefetch_far};
+use crate::cpu::simd::{Lanes, Level, Vector, prefetch};
 
 /// Distance between rows of A in [`Layout::Rows`]. If it were a multiple of 1024, the rows would share cache sets.
 pub const ROW_STRIDE: usize = 400;
@@ -376,7 +376,7 @@ unsafe fn in_place<V: Vector, const ROWS: usize>(job: &InPlace) {
             done = tile.k - tile.k % V::LANES;
             for k in (0..done).step_by(V::LANES) {
                 for line in (0..V::LANES * V::LANES).step_by(LINE) {
-                    prefetch_far(next.wrapping_add(k * V::LANES + line));
+                    prefetch(next.wrapping_add(k * V::LANES + line));
                 }
                 V::transpose(tile.b.add(k), b_column, |i, register| {
                     for row in 0..ROWS {
