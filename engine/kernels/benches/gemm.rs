@@ -46,9 +46,10 @@ fn jobs() -> Vec<(&'static str, Gemm)> {
         ("TN", job.with_segment(256))
     };
     let step = layers.iter().flat_map(|&(n, k)| [forward(2048, n, k), input(2048, n, k), weight(2048, n, k)]);
+    let head = [forward, input, weight].map(|product| product(256, 8192, 512));
     let prompt = layers.iter().map(|&(n, k)| forward(256, n, k));
     let token = layers.iter().map(|&(n, k)| forward(1, n, k));
-    step.chain(prompt).chain(token).chain([input(4096, 4096, 4096)]).collect()
+    step.chain(head).chain(prompt).chain(token).chain([input(4096, 4096, 4096)]).collect()
 }
 
 /// Returns the GFLOP/s of this crate and of `gemm` (each the best of its rounds), and the median of the rounds'

@@ -9,14 +9,12 @@ use super::finish::RawEpilogue;
 use super::kernel::{Factor, InPlace, Kernels, ROW_STRIDE, Tile};
 use super::pack::Source;
 use super::place::{
-    BLOCK_COLUMNS, BLOCK_K, BLOCK_ROWS, CHUNK_COLUMNS, NARROWEST_PANEL, PackedA, PackedB, Packing, layout_of,
+    BLOCK_COLUMNS, BLOCK_K, BLOCK_ROWS, CHUNK_COLUMNS, NARROWEST_PANEL, PRIVATE_ROWS, PackedA, PackedB, Packing,
+    TASKS_PER_THREAD, layout_of,
 };
 use super::{Batch, Gemm};
 use crate::cpu::scratch::Scratch;
 use crate::cpu::tasks::{for_each, slot};
-
-/// Number of rows of a tile if each thread packs B itself.
-const PRIVATE_ROWS: usize = 384;
 
 /// The operands' addresses, shared by the tasks of one call.
 pub(super) struct Operands<'s, A, B> {
@@ -165,7 +163,11 @@ unsafe fn run_shared_b<A: Factor, B: Factor>(job: &Gemm, kernels: &Kernels, oper
     // There are enough tasks to balance threads of different speed. Each task consists of whole micro-kernels, and all
     // threads get the same number of these if they take equally many tasks.
     let strips = job.m.div_ceil(kernels.rows());
-    let tasks = strips.div_ceil(BLOCK_ROWS / kernels.rows()).max(4 * threads).next_multiple_of(threads).min(strips);
+    let tasks = strips
+        .div_ceil(BLOCK_ROWS / kernels.rows())
+        .max(TASKS_PER_THREAD * threads)
+        .next_multiple_of(threads)
+        .min(strips);
     let first_row = |task: usize| job.m.min(task * strips / tasks * kernels.rows());
 
     for first_column in (0..job.n).step_by(CHUNK_COLUMNS) {
@@ -209,7 +211,7 @@ unsafe fn run_privately<A: Factor, B: Factor>(job: &Gemm, kernels: &Kernels, ope
     let Batch { count, a, b, c } = job.batch;
     let matrix = |index: usize| Group { m: job.m, k: job.k, a: index * a, b: index * b, c: index * c, cuts: None };
     // SAFETY: by the contract of [`run`].
-    unsafe { run_groups(job, kernels, operands, count, 4 * rayon::current_num_threads(), &matrix) };
+    unsafe { run_groups(job, kernels, operands, count, TASKS_PER_THREAD * rayon::current_num_threads(), &matrix) };
 }
 
 /// One of several products that differ only in their rows and their k.

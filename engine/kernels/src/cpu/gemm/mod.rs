@@ -24,7 +24,8 @@
 //! The scheme is that of Goto and van de Geijn ("Anatomy of High-Performance Matrix Multiplication", 2008). First all
 //! threads pack B into panels. Then each thread repeatedly takes a block of rows, packs its rows of A into the
 //! thread's own scratch, and multiplies them from cache. There are two exceptions:
-//! - With few rows, or many matrices (one per expert), each thread packs the columns of B that it needs itself.
+//! - With few rows, or many matrices (one per expert), or so many columns for the rows as a head has, each thread packs
+//!   the columns of B that it needs itself.
 //! - With at most as many rows as a micro-kernel has, as for decoded tokens, f32 operands that are contiguous along k
 //!   are not packed but read in place.
 //!

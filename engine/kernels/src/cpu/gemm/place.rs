@@ -29,6 +29,10 @@ pub(super) const NARROWEST_PANEL: usize = 8;
 /// Maximum number of rows for which each thread packs B itself. For so few rows, packing B together would save less
 /// time than threads spend waiting for each other.
 const FEW_ROWS: usize = 64;
+/// Number of rows of a tile if each thread packs B itself.
+pub(super) const PRIVATE_ROWS: usize = 384;
+/// Number of tiles per thread that balances threads of different speed.
+pub(super) const TASKS_PER_THREAD: usize = 4;
 const _: () = assert!(BLOCK_K <= ROW_STRIDE && BLOCK_ROWS.is_multiple_of(PART_ROWS));
 const _: () = assert!(BLOCK_COLUMNS.is_multiple_of(PART_COLUMNS) && CHUNK_COLUMNS.is_multiple_of(PART_COLUMNS));
 
@@ -51,7 +55,10 @@ pub(super) struct Packing {
 
 impl Packing {
     pub fn new(job: &Gemm, threads: usize) -> Self {
-        Self::of(job, threads, job.batch.count == 1 && job.m > FEW_ROWS)
+        // If one tile has all rows, and all threads have whole tiles, each panel is packed once too, and the thread
+        // that reads it has it in its own cache.
+        let has_tiles = job.m <= PRIVATE_ROWS && job.n >= TASKS_PER_THREAD * threads * BLOCK_COLUMNS;
+        Self::of(job, threads, job.batch.count == 1 && job.m > FEW_ROWS && !has_tiles)
     }
 
     /// Returns the packing for groups that are at most as large as `most`. Each thread packs the columns of a group's
