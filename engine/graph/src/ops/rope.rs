@@ -3,7 +3,7 @@
 use std::f64::consts::TAU;
 
 use gapless_kernels::Spec;
-use gapless_kernels::cpu::{Args, InPieces, Pieces, rows_per_task, vectorize};
+use gapless_kernels::cpu::{Args, Float, InPieces, Pieces, math, row_of, rows_per_task, vectorize, with_float};
 pub use gapless_kernels::cuda::launch::RopeFrequencies;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -113,12 +113,66 @@ pub struct Rope {
 const TABLE_ROWS: usize = 16;
 
 impl Rope {
-    /// Returns the cosine and sine for a token's position and a frequency. The angle is computed in f64, because
-    /// positions may be large.
-    fn rotation(&self, token: usize, frequency: f64) -> (f64, f64) {
+    /// Returns the cosine and the sine by which a pair is rotated, from those of its angle.
+    #[inline(always)]
+    fn rotation(&self, (sin, cos): (f64, f64)) -> (f64, f64) {
         let amplitude = self.frequencies.amplitude;
-        let (sin, cos) = (token as f64 * frequency).sin_cos();
         (amplitude * cos, if self.inverse { -amplitude * sin } else { amplitude * sin })
+    }
+
+    /// Computes the table for at most [`TABLE_ROWS`] tokens, [tokens, `d`], where `d` is the head size: for each token
+    /// the cosines of all frequencies, then the sines, so that [`Self::rotate`] reads both contiguously. The angles are
+    /// computed in f64, because positions may be large.
+    fn tabulate(&self, table: &mut [f32], d: usize, position: impl Fn(usize) -> usize) {
+        let mut positions = [0.0; TABLE_ROWS];
+        positions.iter_mut().take(table.len() / d).enumerate().for_each(|(row, at)| *at = position(row) as f64);
+        vectorize!({
+            for i in 0..d / 2 {
+                let frequency = self.frequencies.at(i, d);
+                let (mut cosines, mut sines) = ([0.0; TABLE_ROWS], [0.0; TABLE_ROWS]);
+                // These are loops instead of closures, which would not all be inlined, and so not vectorize.
+                for ((cos, sin), position) in cosines.iter_mut().zip(&mut sines).zip(positions) {
+                    let rotation = self.rotation(math::sin_cos(position * frequency));
+                    (*cos, *sin) = (rotation.0 as f32, rotation.1 as f32);
+                }
+                for ((cos, sin), angles) in cosines.into_iter().zip(sines).zip(table.chunks_exact_mut(d)) {
+                    (angles[i], angles[d / 2 + i]) = (cos, sin);
+                }
+            }
+        });
+    }
+
+    /// Rotates the heads of all tokens. Row i of the output, [heads, head size], belongs to row i of the table, or of its
+    /// repetitions.
+    fn rotate<T: Float>(&self, args: &mut Args<'_>, table: &[f32]) {
+        let out = args.output::<T>(0);
+        let &[.., heads, d] = args.output_dims(0) else { unreachable!("rank 4 by the shape rule") };
+        let source = (!args.is_overwritten(0)).then(|| args.strided::<T>(0));
+        let rows = table.len() / d;
+        out.pieces_mut(heads * d).enumerate().for_each_in_runs(rows_per_task(heads * d), |(row, out)| {
+            if let Some((x, layout)) = source {
+                for (head, out) in out.chunks_exact_mut(d).enumerate() {
+                    let (x, step) = row_of(x, layout, row * heads + head);
+                    out.iter_mut().enumerate().for_each(|(i, o)| *o = x[i * step]);
+                }
+            }
+            let (cos, sin) = table[row % rows * d..][..d].split_at(d / 2);
+            let turn = |a: &mut T, b: &mut T, (&cos, &sin): (&f32, &f32)| {
+                let (x, y) = (a.load(), b.load());
+                (*a, *b) = (T::store(x * cos - y * sin), T::store(y * cos + x * sin));
+            };
+            vectorize!({
+                for out in out.chunks_exact_mut(d) {
+                    if self.neighbours {
+                        let pairs = out.as_chunks_mut().0.iter_mut();
+                        pairs.zip(cos.iter().zip(sin)).for_each(|([a, b], angle)| turn(a, b, angle));
+                    } else {
+                        let (a, b) = out.split_at_mut(d / 2);
+                        a.iter_mut().zip(b).zip(cos.iter().zip(sin)).for_each(|((a, b), angle)| turn(a, b, angle));
+                    }
+                }
+            });
+        });
     }
 }
 
@@ -177,50 +231,21 @@ impl Op for Rope {
         vec![4 * (rows * d) as u64]
     }
 
+    fn runs_in_bf16(&self) -> bool {
+        true
+    }
+
     fn run(&self, args: &mut Args<'_>) {
-        let (out, table) = (args.output::<f32>(0), args.workspace().take::<f32>());
-        let &[batch, tokens, heads, d] = args.output_dims(0) else { unreachable!("rank 4 by the shape rule") };
-        let half = d / 2;
+        let &[batch, tokens, _, d] = args.output_dims(0) else { unreachable!("rank 4 by the shape rule") };
+        let table = args.workspace().take::<f32>();
         let positions = (args.inputs() > 1).then(|| args.input::<u32>(1));
         let rows = if positions.is_some() { batch * tokens } else { tokens };
         let table = &mut table[..rows * d];
         table.pieces_mut(TABLE_ROWS * d).enumerate().for_each(|(piece, table)| {
-            for i in 0..half {
-                let frequency = self.frequencies.at(i, d);
-                for (row, angles) in table.chunks_exact_mut(d).enumerate() {
-                    let row = piece * TABLE_ROWS + row;
-                    let token = positions.map_or(row, |positions| positions[row] as usize);
-                    let (cos, sin) = self.rotation(token, frequency);
-                    // All cosines are stored before all sines, so that the rotation below reads both contiguously.
-                    (angles[i], angles[half + i]) = (cos as f32, sin as f32);
-                }
-            }
+            let token = |row| positions.map_or(row, |positions| positions[row] as usize);
+            self.tabulate(table, d, |row| token(piece * TABLE_ROWS + row));
         });
-        let source = (!args.is_overwritten(0)).then(|| args.strided::<f32>(0));
-        let table = &*table;
-        out.pieces_mut(heads * d).enumerate().for_each_in_runs(rows_per_task(heads * d), |(row, out)| {
-            let (cos, sin) = table[row % rows * d..][..d].split_at(half);
-            for (head, out) in out.chunks_exact_mut(d).enumerate() {
-                if let Some((x, layout)) = source {
-                    let (x, step) = gapless_kernels::cpu::row_of(x, layout, row * heads + head);
-                    out.iter_mut().enumerate().for_each(|(i, o)| *o = x[i * step]);
-                }
-                if self.neighbours {
-                    vectorize!({
-                        for ([a, b], (&cos, &sin)) in out.as_chunks_mut().0.iter_mut().zip(cos.iter().zip(sin)) {
-                            (*a, *b) = (*a * cos - *b * sin, *b * cos + *a * sin);
-                        }
-                    });
-                    continue;
-                }
-                let (a, b) = out.split_at_mut(half);
-                vectorize!({
-                    for ((a, b), (&cos, &sin)) in a.iter_mut().zip(b).zip(cos.iter().zip(sin)) {
-                        (*a, *b) = (*a * cos - *b * sin, *b * cos + *a * sin);
-                    }
-                });
-            }
-        });
+        with_float!(args.output_dtype(0), T => self.rotate::<T>(args, table));
     }
     fn cuda_workspace(&self, inputs: &[Spec], outputs: &[Spec]) -> Vec<u64> {
         self.workspace(inputs, outputs, 1)
@@ -239,7 +264,8 @@ impl Op for Rope {
         let mut out = x.clone();
         for (row, out) in out.data.chunks_exact_mut(d).enumerate() {
             for i in 0..d / 2 {
-                let (cos, sin) = self.rotation(position(row), self.frequencies.at(i, d));
+                let angle = position(row) as f64 * self.frequencies.at(i, d);
+                let (cos, sin) = self.rotation(angle.sin_cos());
                 let (first, second) = if self.neighbours { (2 * i, 2 * i + 1) } else { (i, i + d / 2) };
                 let (a, b) = (out[first], out[second]);
                 (out[first], out[second]) = (a * cos - b * sin, b * cos + a * sin);
