@@ -2,7 +2,7 @@
 //! gradient of the other.
 
 use gapless_kernels::Spec;
-use gapless_kernels::cpu::{Args, InPieces, Pieces, rows_per_task, vectorize};
+use gapless_kernels::cpu::{Args, Float, InPieces, Pieces, rows_per_task, vectorize, with_float};
 
 use super::NONE;
 use crate::error::Result;
@@ -52,20 +52,12 @@ impl Op for Dispatch {
         0
     }
 
+    fn runs_in_bf16(&self) -> bool {
+        true
+    }
+
     fn run(&self, args: &mut Args<'_>) {
-        let out = args.output::<f32>(0);
-        let (x, slots) = (args.input::<f32>(0), args.input::<u32>(2));
-        let k = gapless_kernels::width(args.input_dims(1));
-        let width = gapless_kernels::width(args.output_dims(0));
-        let rows = rows_per_task(width);
-        out.pieces_mut(rows * width).zip(slots.pieces(rows)).for_each(|(out, slots)| {
-            for (out, &slot) in out.chunks_exact_mut(width).zip(slots) {
-                match slot {
-                    NONE => out.fill(0.0),
-                    slot => out.copy_from_slice(&x[slot as usize / k * width..][..width]),
-                }
-            }
-        });
+        with_float!(args.output_dtype(0), T => dispatch::<T>(args));
     }
     fn cuda(&self, operands: &gapless_kernels::cuda::Operands<'_>) -> Option<Vec<gapless_kernels::cuda::Launch>> {
         gapless_kernels::cuda::launch::dispatch(operands)
@@ -123,28 +115,12 @@ impl Op for Combine {
         inputs[0].elements() as u64
     }
 
+    fn runs_in_bf16(&self) -> bool {
+        true
+    }
+
     fn run(&self, args: &mut Args<'_>) {
-        let out = args.output::<f32>(0);
-        let (rows, places) = (args.input::<f32>(0), args.input::<u32>(1));
-        let k = gapless_kernels::width(args.input_dims(1));
-        let width = gapless_kernels::width(args.output_dims(0));
-        let tokens = rows_per_task(width);
-        out.pieces_mut(tokens * width).zip(places.pieces(tokens * k)).for_each(|(out, places)| {
-            for (out, places) in out.chunks_exact_mut(width).zip(places.chunks_exact(k)) {
-                let mut first = true;
-                for &place in places.iter().filter(|&&place| place != NONE) {
-                    let row = &rows[place as usize * width..][..width];
-                    if std::mem::take(&mut first) {
-                        out.copy_from_slice(row);
-                    } else {
-                        vectorize!(out.iter_mut().zip(row).for_each(|(sum, &x)| *sum += x));
-                    }
-                }
-                if first {
-                    out.fill(0.0);
-                }
-            }
-        });
+        with_float!(args.output_dtype(0), T => combine::<T>(args));
     }
     fn cuda(&self, operands: &gapless_kernels::cuda::Operands<'_>) -> Option<Vec<gapless_kernels::cuda::Launch>> {
         gapless_kernels::cuda::launch::combine(operands)
@@ -165,6 +141,50 @@ impl Op for Combine {
         }
         vec![out]
     }
+}
+
+fn dispatch<T: Float>(args: &mut Args<'_>) {
+    let out = args.output::<T>(0);
+    let (x, slots) = (args.input::<T>(0), args.input::<u32>(2));
+    let k = gapless_kernels::width(args.input_dims(1));
+    let width = gapless_kernels::width(args.output_dims(0));
+    let rows = rows_per_task(width);
+    out.pieces_mut(rows * width).zip(slots.pieces(rows)).for_each(|(out, slots)| {
+        for (out, &slot) in out.chunks_exact_mut(width).zip(slots) {
+            match slot {
+                NONE => out.fill(T::store(0.0)),
+                slot => out.copy_from_slice(&x[slot as usize / k * width..][..width]),
+            }
+        }
+    });
+}
+
+fn combine<T: Float>(args: &mut Args<'_>) {
+    /// Number of columns that are added up at a time, in f32.
+    const COLUMNS: usize = 256;
+
+    let out = args.output::<T>(0);
+    let (rows, places) = (args.input::<T>(0), args.input::<u32>(1));
+    let k = gapless_kernels::width(args.input_dims(1));
+    let width = gapless_kernels::width(args.output_dims(0));
+    let tokens = rows_per_task(width);
+    out.pieces_mut(tokens * width).zip(places.pieces(tokens * k)).for_each(|(out, places)| {
+        vectorize!({
+            for (out, places) in out.chunks_exact_mut(width).zip(places.chunks_exact(k)) {
+                // A sum of no rows is 0. Other sums start at −0, which changes no summand.
+                let start = if places.iter().all(|&place| place == NONE) { 0.0 } else { -0.0 };
+                for (column, out) in (0..).step_by(COLUMNS).zip(out.chunks_mut(COLUMNS)) {
+                    let mut sums = [start; COLUMNS];
+                    let sums = &mut sums[..out.len()];
+                    for &place in places.iter().filter(|&&place| place != NONE) {
+                        let row = &rows[place as usize * width + column..][..out.len()];
+                        sums.iter_mut().zip(row).for_each(|(sum, x)| *sum += x.load());
+                    }
+                    out.iter_mut().zip(sums).for_each(|(out, sum)| *out = T::store(*sum));
+                }
+            }
+        });
+    });
 }
 
 /// Returns labels for the dimensions of x besides its width. Places and slots count tokens, so no rank may hold a part of

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use gapless_kernels::Spec;
-use gapless_kernels::cpu::{Args, InPieces, Pieces, math, reduce, rows_per_task, vectorize};
+use gapless_kernels::cpu::{Args, Float, InPieces, Pieces, math, reduce, rows_per_task, vectorize, with_float};
 use gapless_kernels::cuda::launch::GatedUnit;
 
 use schemars::JsonSchema;
@@ -40,6 +40,9 @@ pub struct RoutedSwiGlu {
     /// The activation, if it is not SwiGLU.
     pub limited: Option<LimitedActivation>,
 }
+
+/// The index of the weights among the inputs of both operations.
+const WEIGHTS: usize = 2;
 
 /// Returns the gated unit of an activation: (u + shift)·g·sigmoid(alpha·g) of the limited gate and up.
 fn unit(limited: Option<LimitedActivation>) -> GatedUnit {
@@ -101,26 +104,17 @@ impl Op for RoutedSwiGlu {
         &[(1, 0)]
     }
 
+    fn runs_in_bf16(&self) -> bool {
+        true
+    }
+
+    /// The few weights are converted.
+    fn reads_bf16(&self, index: usize) -> bool {
+        index != WEIGHTS
+    }
+
     fn run(&self, args: &mut Args<'_>) {
-        let out = args.output::<f32>(0);
-        if !args.is_overwritten(1) {
-            out.copy_from_slice(args.input(1));
-        }
-        let (gate, weights) = (args.input::<f32>(0), args.input::<f32>(2));
-        let width = gapless_kernels::width(args.output_dims(0));
-        let (out, unused) = out.split_at_mut(used_rows(args.input(3)) * width);
-        unused.fill(0.0);
-        let GatedUnit { alpha, limit, shift } = unit(self.limited);
-        let rows = rows_per_task(width);
-        let tasks = out.pieces_mut(rows * width).zip(gate.pieces(rows * width)).zip(weights.pieces(rows));
-        tasks.for_each(|((out, gate), weights)| {
-            for ((out, gate), &weight) in out.chunks_exact_mut(width).zip(gate.chunks_exact(width)).zip(weights) {
-                vectorize!(out.iter_mut().zip(gate).for_each(|(y, &g)| {
-                    let g = below(g, limit);
-                    *y = (within(*y, limit) + shift) * (weight * g * math::sigmoid(alpha * g));
-                }));
-            }
-        });
+        with_float!(args.output_dtype(0), T => self.run_in::<T>(args));
     }
     fn cuda(&self, operands: &gapless_kernels::cuda::Operands<'_>) -> Option<Vec<gapless_kernels::cuda::Launch>> {
         gapless_kernels::cuda::launch::routed_gated(unit(self.limited), operands)
@@ -153,6 +147,72 @@ fn within(x: f32, limit: f32) -> f32 {
 }
 
 impl RoutedSwiGlu {
+    fn run_in<T: Float>(&self, args: &mut Args<'_>) {
+        let out = args.output::<T>(0);
+        if !args.is_overwritten(1) {
+            out.copy_from_slice(args.input(1));
+        }
+        let (gate, weights) = (args.input::<T>(0), args.input::<f32>(WEIGHTS));
+        let width = gapless_kernels::width(args.output_dims(0));
+        let (out, unused) = out.split_at_mut(used_rows(args.input(3)) * width);
+        unused.fill(T::store(0.0));
+        let GatedUnit { alpha, limit, shift } = unit(self.limited);
+        let rows = rows_per_task(width);
+        let tasks = out.pieces_mut(rows * width).zip(gate.pieces(rows * width)).zip(weights.pieces(rows));
+        tasks.for_each(|((out, gate), weights)| {
+            for ((out, gate), &weight) in out.chunks_exact_mut(width).zip(gate.chunks_exact(width)).zip(weights) {
+                vectorize!(out.iter_mut().zip(gate).for_each(|(y, g)| {
+                    let g = below(g.load(), limit);
+                    let up = within(y.load(), limit) + shift;
+                    *y = T::store(up * (weight * g * math::sigmoid(alpha * g)));
+                }));
+            }
+        });
+    }
+
+    fn gradients<T: Float, W: Float>(&self, args: &mut Args<'_>) {
+        let (d_gate, d_up, d_weights) = (args.output::<T>(0), args.output::<T>(1), args.output::<W>(2));
+        if !args.is_overwritten(0) {
+            d_gate.copy_from_slice(args.input(0));
+        }
+        if !args.is_overwritten(1) {
+            d_up.copy_from_slice(args.input(1));
+        }
+        let (weights, dy) = (args.input::<f32>(WEIGHTS), args.input::<T>(4));
+        let width = gapless_kernels::width(args.output_dims(0));
+        let used = used_rows(args.input(3));
+        let (d_gate, no_gate) = d_gate.split_at_mut(used * width);
+        let (d_up, no_up) = d_up.split_at_mut(used * width);
+        let (d_weights, no_weights) = d_weights.split_at_mut(used);
+        [no_gate, no_up].into_iter().for_each(|unused| unused.fill(T::store(0.0)));
+        no_weights.fill(W::store(0.0));
+        let GatedUnit { alpha, limit, shift } = unit(self.limited);
+        let rows = rows_per_task(width);
+        let tasks = d_gate.pieces_mut(rows * width).zip(d_up.pieces_mut(rows * width));
+        let of_rows = weights.pieces(rows).zip(d_weights.pieces_mut(rows));
+        tasks.zip(dy.pieces(rows * width)).zip(of_rows).for_each(|(((d_gate, d_up), dy), (weights, d_weights))| {
+            let rows = d_gate.chunks_exact_mut(width).zip(d_up.chunks_exact_mut(width)).zip(dy.chunks_exact(width));
+            for (((gate, up), dy), (&weight, d_weight)) in rows.zip(weights.iter().zip(d_weights)) {
+                vectorize!({
+                    let [sum] = reduce::sums3(gate, up, dy, |g, u, dy| {
+                        let g = below(g, limit);
+                        [dy * g * math::sigmoid(alpha * g) * (within(u, limit) + shift)]
+                    });
+                    *d_weight = W::store(sum);
+                    for ((gate, up), dy) in gate.iter_mut().zip(up.iter_mut()).zip(dy) {
+                        let (unlimited, dy) = ([gate.load(), up.load()], dy.load());
+                        let (g, u) = (below(unlimited[0], limit), within(unlimited[1], limit));
+                        let by_gate = weight * dy * (u + shift) * silu_derivative(alpha * g);
+                        let by_up = weight * dy * g * math::sigmoid(alpha * g);
+                        // A limited element has no gradient.
+                        *gate = T::store(if unlimited[0] > limit { 0.0 } else { by_gate });
+                        *up = T::store(if unlimited[1].abs() > limit { 0.0 } else { by_up });
+                    }
+                });
+            }
+        });
+    }
+
     /// Returns the activation of a gate and up, in f64, and its derivatives by both.
     fn value(&self, gate: f64, up: f64) -> [f64; 3] {
         let LimitedActivation { alpha, limit } =
@@ -204,43 +264,17 @@ impl Op for RoutedSwiGluGrad {
         12 * elements(&inputs[0], self.0.balanced)
     }
 
+    fn runs_in_bf16(&self) -> bool {
+        true
+    }
+
+    fn reads_bf16(&self, index: usize) -> bool {
+        index != WEIGHTS
+    }
+
     fn run(&self, args: &mut Args<'_>) {
-        let (d_gate, d_up, d_weights) = (args.output::<f32>(0), args.output::<f32>(1), args.output::<f32>(2));
-        if !args.is_overwritten(0) {
-            d_gate.copy_from_slice(args.input(0));
-        }
-        if !args.is_overwritten(1) {
-            d_up.copy_from_slice(args.input(1));
-        }
-        let (weights, dy) = (args.input::<f32>(2), args.input::<f32>(4));
-        let width = gapless_kernels::width(args.output_dims(0));
-        let used = used_rows(args.input(3));
-        let (d_gate, no_gate) = d_gate.split_at_mut(used * width);
-        let (d_up, no_up) = d_up.split_at_mut(used * width);
-        let (d_weights, no_weights) = d_weights.split_at_mut(used);
-        [no_gate, no_up, no_weights].into_iter().for_each(|unused| unused.fill(0.0));
-        let GatedUnit { alpha, limit, shift } = unit(self.0.limited);
-        let rows = rows_per_task(width);
-        let tasks = d_gate.pieces_mut(rows * width).zip(d_up.pieces_mut(rows * width));
-        let of_rows = weights.pieces(rows).zip(d_weights.pieces_mut(rows));
-        tasks.zip(dy.pieces(rows * width)).zip(of_rows).for_each(|(((d_gate, d_up), dy), (weights, d_weights))| {
-            let rows = d_gate.chunks_exact_mut(width).zip(d_up.chunks_exact_mut(width)).zip(dy.chunks_exact(width));
-            for (((gate, up), dy), (&weight, d_weight)) in rows.zip(weights.iter().zip(d_weights)) {
-                vectorize!({
-                    [*d_weight] = reduce::sums3(gate, up, dy, |g, u, dy| {
-                        let g = below(g, limit);
-                        [dy * g * math::sigmoid(alpha * g) * (within(u, limit) + shift)]
-                    });
-                    for ((gate, up), &dy) in gate.iter_mut().zip(up.iter_mut()).zip(dy) {
-                        let (g, u) = (below(*gate, limit), within(*up, limit));
-                        let by_gate = weight * dy * (u + shift) * silu_derivative(alpha * g);
-                        let by_up = weight * dy * g * math::sigmoid(alpha * g);
-                        // A limited element has no gradient.
-                        *gate = if *gate > limit { 0.0 } else { by_gate };
-                        *up = if up.abs() > limit { 0.0 } else { by_up };
-                    }
-                });
-            }
+        with_float!(args.output_dtype(0), T => {
+            with_float!(args.output_dtype(2), W => self.0.gradients::<T, W>(args));
         });
     }
     fn cuda(&self, operands: &gapless_kernels::cuda::Operands<'_>) -> Option<Vec<gapless_kernels::cuda::Launch>> {
