@@ -88,7 +88,12 @@ pub(super) trait Vector: Copy {
     unsafe fn splat(x: f32) -> Self;
     unsafe fn load(from: *const f32) -> Self;
     unsafe fn store(self, to: *mut f32);
-    /// Stores the lanes rounded to bf16 (see [`rounded`]). If the compiler vectorizes the loop, the lanes stay in a
+    /// Rounds a lane to bf16.
+    #[inline(always)]
+    fn round(lane: f32) -> bf16 {
+        rounded(lane)
+    }
+    /// Stores the lanes rounded to bf16 (see [`Vector::round`]). If the compiler vectorizes the loop, the lanes stay in a
     /// register.
     #[inline(always)]
     unsafe fn store_rounded(self, to: *mut bf16) {
@@ -98,7 +103,7 @@ pub(super) trait Vector: Copy {
         unsafe {
             self.store(lanes.as_mut_ptr());
             for (i, &lane) in lanes[..Self::LANES].iter().enumerate() {
-                *to.add(i) = rounded(lane);
+                *to.add(i) = Self::round(lane);
             }
         }
     }
@@ -187,7 +192,11 @@ impl Vector for Pairs {
         // SAFETY: the caller gives sixteen writable floats.
         unsafe { _mm512_storeu_ps(to, self.0) }
     }
-    /// Stores subnormals as zeros, as products of pairs read them.
+    /// Subnormals become zeros, as which products of pairs read them.
+    #[inline(always)]
+    fn round(lane: f32) -> bf16 {
+        rounded(if lane.is_subnormal() { 0.0f32.copysign(lane) } else { lane })
+    }
     #[inline(always)]
     unsafe fn store_rounded(self, to: *mut bf16) {
         // SAFETY: the caller has the level's features and `avx512bf16`, and gives sixteen writable bf16.
@@ -202,7 +211,9 @@ impl Vector for Pairs {
     unsafe fn mul_add(self, factor: Self, term: Self) -> Self {
         // SAFETY: the caller has the level's features and `avx512bf16`. Each register type is valid for any bits.
         Self(unsafe {
-            let [x, y] = [self.0, factor.0].map(|pairs| std::mem::transmute::<__m512, __m512bh>(pairs));
+            // A closure would not be inlined at every optimization level, and then each product would be a call.
+            let (x, y) =
+                (std::mem::transmute::<__m512, __m512bh>(self.0), std::mem::transmute::<__m512, __m512bh>(factor.0));
             _mm512_dpbf16_ps(term.0, x, y)
         })
     }

@@ -5,7 +5,6 @@ use half::bf16;
 
 use super::Epilogue;
 use super::kernel::Tile;
-use crate::cpu::bf16::rounded;
 use crate::cpu::simd::Vector;
 
 /// An [`Epilogue`] as addresses. An address is null if the epilogue has no such operand.
@@ -144,8 +143,8 @@ pub(super) unsafe fn lines_of<V: Vector, const ROWS: usize, const VECTORS: usize
 }
 
 /// Finishes a tile at C's right edge. Writes only the columns that exist, with the order of additions of [`finish`].
-pub(super) unsafe fn finish_narrow(tile: &Tile, lines: &[[f32; 32]]) {
-    let RawEpilogue { bias, residual, rounded: stored } = tile.epilogue;
+pub(super) unsafe fn finish_narrow<V: Vector>(tile: &Tile, lines: &[[f32; 32]]) {
+    let RawEpilogue { bias, residual, rounded } = tile.epilogue;
     for (row, line) in lines.iter().enumerate() {
         for (column, &sum) in line[..tile.columns].iter().enumerate() {
             let at = row * tile.c_row + column;
@@ -161,9 +160,9 @@ pub(super) unsafe fn finish_narrow(tile: &Tile, lines: &[[f32; 32]]) {
                 if !residual.is_null() {
                     value += *residual.add(at);
                 }
-                match stored.is_null() {
+                match rounded.is_null() {
                     true => *tile.c.add(at) = value,
-                    false => *stored.add(at) = rounded(value),
+                    false => *rounded.add(at) = V::round(value),
                 }
             }
         }

@@ -357,7 +357,7 @@ unsafe fn micro<V: Vector, const ROWS: usize, const IS_COLUMNS: bool, const A_K:
         }
 
         match tile.columns < 2 * V::LANES {
-            true => finish_narrow(tile, &lines_of(&sums).0),
+            true => finish_narrow::<V>(tile, &lines_of(&sums).0),
             false => finish(tile, sums),
         }
     }
@@ -397,7 +397,7 @@ unsafe fn in_place<V: Vector, const ROWS: usize>(job: &InPlace) {
                 }
             }
         }
-        finish_narrow(tile, &lines.0);
+        finish_narrow::<V>(tile, &lines.0);
     }
 }
 

@@ -6,6 +6,7 @@ use gapless_testing::prelude::*;
 use super::*;
 use crate::cpu::ScratchMemory;
 use crate::cpu::bf16::{rounded, widened};
+use crate::cpu::peak::Bf16Products;
 use half::bf16;
 
 /// Returns `len` random numbers from a small generator. A failing case can be reproduced from its seed.
@@ -350,6 +351,28 @@ fn bits_do_not_depend_on_where_rows_of_bf16_lie() {
         bits(&operands.run_with(&a, &in_bf16(&operands.b), &job, Level::best(), 2, PLAIN))
     });
     assert!(results.iter().all(|result| *result == results[0]));
+}
+
+/// Products of pairs store subnormal results as zeros, and other products store them as they are, in whole vectors and at
+/// the right edge of C.
+#[test]
+fn subnormal_results_are_stored_alike_in_all_columns() {
+    let (m, n, k) = (3, 45, 2);
+    let job = Gemm::new(m, n, k, Strides::row_major(k), Strides::row_major(n));
+    let tiny = f32::from_bits(3 << 16);
+    for level in Level::ALL.into_iter().filter(|level| level.is_available()) {
+        let (zeros, residual) = (vec![bf16::ZERO; k * n], vec![-tiny; m * n]);
+        let (mut c, mut stored, mut memory) =
+            (vec![0.0; m * n], vec![bf16::NAN; m * n], ScratchMemory::new(&job.scratch(1)));
+        let epilogue = Epilogue { residual: Some(&residual), rounded: Some(&mut stored), ..Epilogue::default() };
+        let a = &zeros[..m * k];
+        pool(1)
+            .install(|| job.run_at(level, a, &zeros, &mut c, Mode::Overwrite, epilogue, &mut memory.lend()))
+            .expect("the operands fit");
+        let is_pairs = level == Level::Avx512 && Bf16Products::chosen() == Bf16Products::Pairs;
+        let expected = bf16::from_f32(if is_pairs { -0.0 } else { -tiny });
+        assert!(stored.iter().all(|x| x.to_bits() == expected.to_bits()), "{level:?}: {stored:?}");
+    }
 }
 
 #[test]
