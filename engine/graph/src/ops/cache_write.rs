@@ -1,7 +1,7 @@
 //! Appending the keys or values of new tokens to a cache.
 
 use gapless_kernels::Spec;
-use gapless_kernels::cpu::{Args, InPieces, Pieces, row_of, rows_per_task};
+use gapless_kernels::cpu::{Args, InPieces, Pieces, copy_row, rows_per_task};
 
 use crate::Op;
 use crate::reference::{Array, Reference};
@@ -65,9 +65,7 @@ impl Op for CacheWrite {
         cache.pieces_mut(window * size).enumerate().for_each_in_runs(rows_per_task(tokens * size), |(head, cache)| {
             for token in 0..tokens {
                 let position = positions[head / heads * tokens + token] as usize;
-                let (row, step) = row_of(x, layout, head * tokens + token);
-                let to = &mut cache[position * size..][..size];
-                to.iter_mut().enumerate().for_each(|(i, to)| *to = row[i * step]);
+                copy_row(x, layout, head * tokens + token, &mut cache[position * size..][..size]);
             }
         });
     }

@@ -2,7 +2,7 @@
 
 use gapless_kernels::Spec;
 use gapless_kernels::cpu::bf16::with_float;
-use gapless_kernels::cpu::{Args, Float, InPieces, Pieces, row_of};
+use gapless_kernels::cpu::{Args, Float, InPieces, Pieces, copy_row};
 
 use crate::error::Result;
 use crate::reference::{Array, Reference};
@@ -107,10 +107,7 @@ impl Cat {
             let rows = narrow / width;
             out.pieces_mut(wide.max(1)).enumerate().for_each_in_runs(8, |(outer, out)| {
                 for (row, out) in out[start..start + narrow].chunks_exact_mut(width).enumerate() {
-                    match row_of(x, layout, outer * rows + row) {
-                        (x, 1) => out.copy_from_slice(&x[..width]),
-                        (x, step) => out.iter_mut().enumerate().for_each(|(i, o)| *o = x[i * step]),
-                    }
+                    copy_row(x, layout, outer * rows + row, out);
                 }
             });
             start += narrow;

@@ -2,7 +2,7 @@
 
 use candle_core::DType;
 use gapless_kernels::Spec;
-use gapless_kernels::cpu::{Args, Element, each_row, row_of, with_float};
+use gapless_kernels::cpu::{Args, Element, copy_row, each_row, with_float};
 
 use crate::error::Result;
 use crate::reference::{Array, Reference};
@@ -66,8 +66,5 @@ impl Op for Contiguous {
 
 fn copy<T: Element + 'static>(args: &mut Args<'_>) {
     let (out, (x, layout)) = (args.output::<T>(0), args.strided::<T>(0));
-    each_row(out, layout, |row, out| match row_of(x, layout, row) {
-        (x, 1) => out.copy_from_slice(&x[..out.len()]),
-        (x, step) => out.iter_mut().enumerate().for_each(|(i, o)| *o = x[i * step]),
-    });
+    each_row(out, layout, |row, out| copy_row(x, layout, row, out));
 }

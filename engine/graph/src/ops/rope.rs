@@ -3,7 +3,7 @@
 use std::f64::consts::TAU;
 
 use gapless_kernels::Spec;
-use gapless_kernels::cpu::{Args, Float, InPieces, Pieces, math, row_of, rows_per_task, vectorize, with_float};
+use gapless_kernels::cpu::{Args, Float, InPieces, Pieces, copy_row, math, rows_per_task, vectorize, with_float};
 pub use gapless_kernels::cuda::launch::RopeFrequencies;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -152,8 +152,7 @@ impl Rope {
         out.pieces_mut(heads * d).enumerate().for_each_in_runs(rows_per_task(heads * d), |(row, out)| {
             if let Some((x, layout)) = source {
                 for (head, out) in out.chunks_exact_mut(d).enumerate() {
-                    let (x, step) = row_of(x, layout, row * heads + head);
-                    out.iter_mut().enumerate().for_each(|(i, o)| *o = x[i * step]);
+                    copy_row(x, layout, row * heads + head, out);
                 }
             }
             let (cos, sin) = table[row % rows * d..][..d].split_at(d / 2);

@@ -2,7 +2,7 @@
 
 use candle_core::DType;
 use gapless_kernels::Spec;
-use gapless_kernels::cpu::{Args, Element, each_row, row_of};
+use gapless_kernels::cpu::{Args, Element, copy_row, each_row, row_of};
 
 use crate::error::Result;
 use crate::reference::{Array, Reference};
@@ -20,8 +20,7 @@ impl Where {
         let b = (!args.is_overwritten(2)).then(|| args.strided::<f32>(2));
         each_row(out, mask_layout, |row, out| {
             if let Some((b, layout)) = b {
-                let (b, step) = row_of(b, layout, row);
-                out.iter_mut().enumerate().for_each(|(i, out)| *out = b[i * step]);
+                copy_row(b, layout, row, out);
             }
             let ((mask, mask_step), (a, a_step)) = (row_of(mask, mask_layout, row), row_of(a, a_layout, row));
             for (i, out) in out.iter_mut().enumerate() {

@@ -199,6 +199,14 @@ pub fn row_of<'d, T>(data: &'d [T], layout: &Layout, mut row: usize) -> (&'d [T]
     (&data[start..], step)
 }
 
+/// Copies row `row` of a tensor (see [`row_of`]) to `out`, which has as many elements.
+pub fn copy_row<T: Copy>(data: &[T], layout: &Layout, row: usize, out: &mut [T]) {
+    match row_of(data, layout, row) {
+        (x, 1) => out.copy_from_slice(&x[..out.len()]),
+        (x, step) => out.iter_mut().enumerate().for_each(|(i, o)| *o = x[i * step]),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use candle_core::Shape;

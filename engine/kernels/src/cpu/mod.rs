@@ -18,7 +18,8 @@ mod tasks;
 pub use args::{Args, Element};
 pub use bf16::{Float, with_float};
 pub use elementwise::{
-    BLOCK, CalledOnce, arch, columns_per_task, each_row, last_extent, map, row_of, rows_per_task, vectorize, zip,
+    BLOCK, CalledOnce, arch, columns_per_task, copy_row, each_row, last_extent, map, row_of, rows_per_task, vectorize,
+    zip,
 };
 pub use pieces::{InPieces, Pieces};
 pub use scratch::{Scratch, ScratchMemory};

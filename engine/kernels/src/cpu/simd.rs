@@ -53,8 +53,8 @@ impl Level {
     }
 }
 
-/// Prefetches the cache line at an address that will be read soon. Any address is allowed, because it is not
-/// dereferenced.
+/// Prefetches the cache line at an address that will be read soon, into the second-level cache. Few lines may be on their
+/// way to the first level at a time, and reads would wait for them. Any address is allowed, because it is not dereferenced.
 #[inline(always)]
 pub(super) fn prefetch(at: *const f32) {
     #[cfg(target_arch = "x86_64")]
@@ -192,7 +192,7 @@ impl Vector for Pairs {
         // SAFETY: the caller gives sixteen writable floats.
         unsafe { _mm512_storeu_ps(to, self.0) }
     }
-    /// Subnormals become zeros, as which products of pairs read them.
+    /// Subnormals become zeros, because products of pairs read them as zeros.
     #[inline(always)]
     fn round(lane: f32) -> bf16 {
         rounded(if lane.is_subnormal() { 0.0f32.copysign(lane) } else { lane })
@@ -211,9 +211,9 @@ impl Vector for Pairs {
     unsafe fn mul_add(self, factor: Self, term: Self) -> Self {
         // SAFETY: the caller has the level's features and `avx512bf16`. Each register type is valid for any bits.
         Self(unsafe {
-            // A closure would not be inlined at every optimization level, and then each product would be a call.
-            let (x, y) =
-                (std::mem::transmute::<__m512, __m512bh>(self.0), std::mem::transmute::<__m512, __m512bh>(factor.0));
+            // `[..].map` would not be inlined at every optimization level, and then each product would be a call.
+            let x = std::mem::transmute::<__m512, __m512bh>(self.0);
+            let y = std::mem::transmute::<__m512, __m512bh>(factor.0);
             _mm512_dpbf16_ps(term.0, x, y)
         })
     }
