@@ -28,7 +28,7 @@ pub const KERNELS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../engine/ker
 const ON_HOST: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../engine/src/tests/cuda/on_host");
 
 /// Compiler options for kernels and the simulated device.
-const FLAGS: [&str; 8] = [
+const FLAGS: [&str; 9] = [
     "-std=c++17",
     "-O1",
     "-fPIC",
@@ -36,6 +36,8 @@ const FLAGS: [&str; 8] = [
     "-Werror",
     "-Wno-unused-function",
     "-Wno-unknown-pragmas",
+    // Clang says of a loop that a GPU's compiler would unroll that it does not.
+    "-Wno-pass-failed",
     // The fibers use longjmp to switch stacks, which the fortified version rejects.
     "-U_FORTIFY_SOURCE",
 ];
@@ -67,6 +69,7 @@ pub fn use_fake_driver(program: &mut Command) {
         .env(VARIABLE, "1")
         // NVRTC appends the folder and the file.
         .env("GAPLESS_DOUBLE_COMPILER", compiler)
+        .env("GAPLESS_DOUBLE_KEPT", simulated_device())
         .env_remove("GAPLESS_NVRTC_LIBRARY");
 }
 
@@ -108,6 +111,14 @@ pub fn simulated_device() -> &'static Path {
             build(options, &folder.join(DEVICE));
         })
     })
+}
+
+/// Returns where the library of a kernel's source is kept for one of several simulated devices. A file can only be loaded
+/// once, so each device has its own. The fake NVRTC keeps what it compiles at the same place, for device 0.
+pub fn kept_library(source: &str, device: usize) -> PathBuf {
+    let fnv_1a = |hash: u64, byte: u8| (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3);
+    let hash = source.bytes().fold(0xcbf2_9ce4_8422_2325, fnv_1a);
+    simulated_device().join(format!("{hash:016x}-{device}.so"))
 }
 
 /// Compiles to a temporary file and renames it, so that no other process sees an incomplete file.

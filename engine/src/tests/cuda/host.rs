@@ -5,7 +5,9 @@ use std::ffi::{CStr, c_char, c_void};
 use std::io::Write;
 use std::sync::{Mutex, PoisonError};
 
-use gapless_testing::fake_driver::{COMPILERS, KERNELS, build, compiler, kernel_options, simulated_device};
+use gapless_testing::fake_driver::{
+    COMPILERS, KERNELS, build, compiler, kept_library, kernel_options, simulated_device,
+};
 
 use super::{gpu, products};
 use crate::cuda::{Family, Kernel, Launch};
@@ -35,15 +37,18 @@ pub fn has_warpgroups() -> bool {
     gpu::features().is_none_or(|features| features.warpgroups)
 }
 
-/// The compiled kernels of a family; `None` before the first use. Locked while a kernel runs, because the library
-/// library simulates one device.
-type Device = &'static Mutex<Option<libloading::Library>>;
+/// The compiled kernels of a family; `None` before the first use. Locked while a kernel runs, because a library simulates
+/// one device.
+type Device = Mutex<Option<libloading::Library>>;
 
-/// Returns the device of a family, which may not have been compiled yet.
-fn device_of(family: Family) -> Device {
-    static DEVICES: Mutex<BTreeMap<Family, Device>> = Mutex::new(BTreeMap::new());
-    let mut devices = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
-    devices.entry(family).or_insert_with(|| Box::leak(Box::new(Mutex::new(None))))
+/// Number of devices, so that tests in several threads run kernels of one family at the same time.
+const DEVICES: usize = 4;
+
+/// Returns the devices of a family, which may not have been compiled yet.
+fn devices_of(family: Family) -> &'static [Device; DEVICES] {
+    static FAMILIES: Mutex<BTreeMap<Family, &[Device; DEVICES]>> = Mutex::new(BTreeMap::new());
+    let mut families = FAMILIES.lock().unwrap_or_else(PoisonError::into_inner);
+    families.entry(family).or_insert_with(|| Box::leak(Box::default()))
 }
 
 /// Runs a launch, with blocks and threads in ascending or descending order. On a GPU, the order is the GPU's own.
@@ -69,8 +74,13 @@ pub unsafe fn run(launch: &Launch, is_reversed: bool) -> Result<(), String> {
 /// # Safety
 /// The same as for [`run`].
 unsafe fn start(kernel: &Kernel, is_reversed: bool) -> Result<(), String> {
-    let mut device = device_of(kernel.family).lock().map_err(|_| "another kernel of the family has failed")?;
-    let library = device.get_or_insert_with(|| compile(kernel.family));
+    let devices = devices_of(kernel.family);
+    let free = devices.iter().enumerate().find_map(|(index, device)| Some((index, device.try_lock().ok()?)));
+    let (index, mut device) = match free {
+        Some(free) => free,
+        None => (0, devices[0].lock().map_err(|_| "another kernel of the family has failed")?),
+    };
+    let library = device.get_or_insert_with(|| load(kernel.family, index));
     let symbol = |suffix: &str| format!("{}{suffix}", kernel.name);
     // SAFETY: device.hpp defines these two functions for every kernel.
     let (bytes, entry) = unsafe {
@@ -94,14 +104,24 @@ unsafe fn start(kernel: &Kernel, is_reversed: bool) -> Result<(), String> {
     }
 }
 
-/// Compiles a family for the CPU and loads it. Uses the library of an earlier test run if the source is the same.
-fn compile(family: Family) -> libloading::Library {
-    let folder = simulated_device();
-    let library = folder.join(format!("{}.so", blake3::hash(family.source().as_bytes()).to_hex()));
+/// Compiles a family for the CPU and loads it as one of the devices. Uses the library of another device or of an earlier
+/// test run if the source is the same.
+fn load(family: Family, device: usize) -> libloading::Library {
+    let (folder, file) = (simulated_device(), |device| kept_library(family.source(), device));
+    let library = file(device);
     if !library.exists() {
-        let mut text = tempfile::NamedTempFile::new_in(folder).expect("room for a source");
-        text.write_all(family.source().as_bytes()).expect("room for a source");
-        build(kernel_options().into_iter().chain(["-I".into(), KERNELS.into(), text.path().into()]), &library);
+        match (0..DEVICES).map(file).find(|other| other.exists()) {
+            Some(other) => {
+                let copy = tempfile::NamedTempFile::new_in(folder).expect("room for a library");
+                std::fs::copy(other, copy.path()).expect("room for a library");
+                copy.persist(&library).expect("the folder is ours");
+            }
+            None => {
+                let mut text = tempfile::NamedTempFile::new_in(folder).expect("room for a source");
+                text.write_all(family.source().as_bytes()).expect("room for a source");
+                build(kernel_options().into_iter().chain(["-I".into(), KERNELS.into(), text.path().into()]), &library);
+            }
+        }
     }
     // SAFETY: the library was built above, and runs no code when it is loaded.
     unsafe { libloading::Library::new(&library) }.expect("a shared library")

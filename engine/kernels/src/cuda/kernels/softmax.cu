@@ -155,7 +155,6 @@ struct Statistics {
 
     __device__ __forceinline__ f32 lse() const { return max + logf(sum); }
 };
-constexpr u64 STATISTICS = sizeof(Statistics) / sizeof(f32);
 
 // Returns the statistics of a row of logits. `all` is computed only if `has_all` is true. All threads of the block must
 // call this together.

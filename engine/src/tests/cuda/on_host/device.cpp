@@ -7,7 +7,6 @@
 #include <string.h>
 #include <ucontext.h>
 
-#include <deque>
 #include <memory>
 #include <string>
 #include <vector>
@@ -16,6 +15,23 @@ Coordinates gridDim, blockDim, blockIdx, threadIdx;
 unsigned char* shared_memory;
 
 namespace {
+
+// A place at which a fiber or the scheduler goes on. GCC's own jumps save fewer registers than those of the C library, and
+// unwind nothing.
+#if defined(__GNUC__) && !defined(__clang__)
+using Place = void* [5];
+#define SET_PLACE(place) __builtin_setjmp(place)
+#define GO_TO(place) go_to(place)
+// Callers must not rely on registers that the function itself does not use.
+#define SWITCHES [[gnu::noipa]]
+// A function must not jump to one place while it sets another.
+[[gnu::noipa, noreturn]] void go_to(Place place) { __builtin_longjmp(place, 1); }
+#else
+using Place = jmp_buf;
+#define SET_PLACE(place) _setjmp(place)
+#define GO_TO(place) _longjmp(place, 1)
+#define SWITCHES
+#endif
 
 enum class State { RUNNABLE, AT_BLOCK_BARRIER, AT_WARP_BARRIER, OVER };
 
@@ -48,7 +64,7 @@ struct Fiber {
     // `context` starts the fiber. Once it has begun, `here` is where it continues, in this block and in later ones. A
     // jump needs no call of the operating system.
     ucontext_t context;
-    jmp_buf here;
+    Place here;
     bool has_begun = false;
     // Not initialized, because pages that are never touched take no memory.
     std::unique_ptr<char[]> stack;
@@ -57,12 +73,14 @@ struct Fiber {
     // Number of exchanges so far. Exchanges alternate between two sets of slots, so that one barrier per exchange is
     // enough.
     unsigned exchanges;
+    // Number of votes so far.
+    unsigned votes;
     // Copies that have not been waited for, and the number of groups that were closed.
-    std::deque<AsyncCopy> copies;
+    std::vector<AsyncCopy> copies;
     unsigned groups;
     // Products that have not been waited for, the number of groups that were closed, and a hash of all products, which
     // must be equal in the whole warpgroup.
-    std::deque<WarpgroupProduct> products;
+    std::vector<WarpgroupProduct> products;
     unsigned product_groups;
     unsigned long long history;
     // `has_fenced_registers`: registers were fenced since products were last waited for. `has_fenced_memory`: shared
@@ -76,16 +94,20 @@ struct Fragments {
 };
 
 struct Device {
-    jmp_buf scheduler;
-    // A deque does not move its elements. This is necessary because a context contains pointers into itself.
-    std::deque<Fiber> fibers;
+    static constexpr unsigned MOST_THREADS = 1024;
+
+    Place scheduler;
+    // Has room for all threads from the start, because a context contains pointers into itself and must not move.
+    std::vector<Fiber> fibers;
     std::vector<unsigned char> shared;
     // Shared memory as products of warpgroups see it: its content at the last barrier before which all threads had fenced
     // it.
     std::vector<unsigned char> fenced;
     // Indexed by the parity of the exchange's number, and then by thread.
     std::vector<unsigned long long> slots[2];
-    std::vector<int> votes[2];
+    // Whether any thread has voted for it, indexed by the number of the vote modulo 3: the one that is under way, the one
+    // before, whose result may not have been read, and the next.
+    bool any[3];
     std::vector<Fragments> fragments[2];
     unsigned current;
     void (*body)(const void*);
@@ -104,16 +126,16 @@ struct Device {
     static void enter();
 
     // Runs the current fiber until it leaves.
-    void go_on() {
-        if (_setjmp(scheduler) != 0) return;
-        if (fiber().has_begun) _longjmp(fiber().here, 1);
+    SWITCHES void go_on() {
+        if (SET_PLACE(scheduler) != 0) return;
+        if (fiber().has_begun) GO_TO(fiber().here);
         fiber().has_begun = true;
         setcontext(&fiber().context);
     }
 
-    void leave(State at) {
+    SWITCHES void leave(State at) {
         fiber().state = at;
-        if (_setjmp(fiber().here) == 0) _longjmp(scheduler, 1);
+        if (SET_PLACE(fiber().here) == 0) GO_TO(scheduler);
     }
 
     // If all threads of a range are at this barrier (or over, if `may_be_over`), lets them continue. Returns whether
@@ -154,6 +176,7 @@ struct Device {
 
     void run_block(const Run& run) {
         const unsigned count = run.block;
+        any[0] = false;
         memset(shared.data(), POISON, shared.size());
         memset(fenced.data(), POISON, fenced.size());
         shared_memory = shared.data();
@@ -172,7 +195,7 @@ struct Device {
             fiber.has_begun &= fiber.state == State::OVER;
             fiber.state = State::RUNNABLE;
             fiber.index = {t, 0, 0};
-            fiber.exchanges = 0;
+            fiber.exchanges = fiber.votes = 0;
             fiber.copies.clear();
             fiber.groups = 0;
             fiber.products.clear();
@@ -206,7 +229,7 @@ struct Device {
 
     void run(const Run& run) {
         error.clear();
-        if (run.block == 0 || run.block % 32 != 0 || run.block > 1024) {
+        if (run.block == 0 || run.block % 32 != 0 || run.block > MOST_THREADS) {
             error = "a block is whole warps, 1024 threads at most";
             return;
         }
@@ -214,10 +237,10 @@ struct Device {
             error = "a grid has 65535 blocks at most along its second and third dimension";
             return;
         }
+        fibers.reserve(MOST_THREADS);
         if (fibers.size() < run.block) fibers.resize(run.block);
         for (int parity : {0, 1}) {
             slots[parity].assign(run.block, 0);
-            votes[parity].assign(run.block, 0);
             fragments[parity].assign(run.block, Fragments{});
         }
         shared.resize(run.shared_bytes + GUARD_BYTES);
@@ -252,6 +275,8 @@ std::vector<Slot>& next(std::vector<Slot> (&slots)[2]) {
 
 unsigned first_of_warp() { return device.current / 32 * 32; }
 
+float of_bf16(unsigned bits) { return __uint_as_float(bits << 16); }
+
 }  // namespace
 
 const char* run(const Run& run, void (*body)(const void*), const void* arguments) {
@@ -266,13 +291,12 @@ void __syncthreads() { device.leave(State::AT_BLOCK_BARRIER); }
 void __syncwarp() { device.leave(State::AT_WARP_BARRIER); }
 
 int __syncthreads_or(int vote) {
-    std::vector<int>& votes = next(device.votes);
-    votes[device.current] = vote;
+    const unsigned number = device.fiber().votes++;
+    device.any[number % 3] |= vote != 0;
+    // All threads have read the result of the vote before the last, because they have come to the last one.
+    device.any[(number + 1) % 3] = false;
     __syncthreads();
-    int any = 0;
-    // Threads that are over do not vote.
-    for (unsigned t = 0; t < blockDim.x; ++t) any |= votes[t];
-    return any != 0;
+    return device.any[number % 3];
 }
 
 unsigned long long exchange(unsigned long long own, unsigned lane) {
@@ -296,13 +320,13 @@ void multiply_add(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b
     all[device.current] = {{a[0], a[1], a[2], a[3]}, {b0, b1}};
     __syncwarp();
     const Fragments* warp = &all[first_of_warp()];
-    const auto half = [](unsigned pair, unsigned which) { return __uint_as_float((which ? pair >> 16 : pair & 0xffff) << 16); };
+    const unsigned row = device.current % 32 / 4, column = device.current % 4 * 2;
     for (unsigned e = 0; e < 4; ++e) {
-        const unsigned row = device.current % 32 / 4 + e / 2 * 8, column = device.current % 4 * 2 + e % 2;
-        for (unsigned k = 0; k < 16; ++k) {
-            const unsigned of_a = warp[row % 8 * 4 + k % 8 / 2].a[row / 8 + k / 8 * 2];
-            const unsigned of_b = warp[column * 4 + k % 8 / 2].b[k / 8];
-            d[e] += half(of_a, k % 2) * half(of_b, k % 2);
+        for (unsigned k = 0; k < 16; k += 2) {
+            const unsigned of_a = warp[row * 4 + k % 8 / 2].a[e / 2 + k / 8 * 2];
+            const unsigned of_b = warp[(column + e % 2) * 4 + k % 8 / 2].b[k / 8];
+            d[e] += of_bf16(of_a & 0xffff) * of_bf16(of_b & 0xffff);
+            d[e] += of_bf16(of_a >> 16) * of_bf16(of_b >> 16);
         }
     }
 }
@@ -332,12 +356,14 @@ void copy_async(void* to, const void* from, unsigned count) {
 void close_copies() { ++device.fiber().groups; }
 
 void wait_for_copies(unsigned but) {
-    std::deque<AsyncCopy>& copies = device.fiber().copies;
+    std::vector<AsyncCopy>& copies = device.fiber().copies;
     device.fiber().has_fenced_memory = false;
-    for (; !copies.empty() && copies.front().group + but < device.fiber().groups; copies.pop_front()) {
-        memcpy(copies.front().to, copies.front().from, copies.front().count);
-        memset((char*)copies.front().to + copies.front().count, 0, 16 - copies.front().count);
+    auto next = copies.begin();
+    for (; next != copies.end() && next->group + but < device.fiber().groups; ++next) {
+        memcpy(next->to, next->from, next->count);
+        memset((char*)next->to + next->count, 0, 16 - next->count);
     }
+    copies.erase(copies.begin(), next);
 }
 
 unsigned shared_address(const void* at) { return Device::WINDOW + unsigned((const unsigned char*)at - device.shared.data()); }
@@ -349,8 +375,6 @@ void fence_registers() { device.fiber().has_fenced_registers = true; }
 void close_products() { ++device.fiber().product_groups; }
 
 namespace {
-
-float of_bf16(unsigned bits) { return __uint_as_float(bits << 16); }
 
 // Returns an element of an operand in shared memory.
 float load_factor(const Descriptor& from, unsigned mn, unsigned k, bool is_mn_major) {
@@ -425,7 +449,7 @@ void start_product(float* d, unsigned n, const unsigned* registers, unsigned lon
 void wait_for_products(unsigned but) {
     Fiber& fiber = device.fiber();
     fiber.has_fenced_registers = false;
-    for (; !fiber.products.empty() && fiber.products.front().group + but < fiber.product_groups; fiber.products.pop_front()) {
+    for (; !fiber.products.empty() && fiber.products.front().group + but < fiber.product_groups; fiber.products.erase(fiber.products.begin())) {
         WarpgroupProduct& product = fiber.products.front();
         std::vector<float> sums = product.before;
         if (!product.adds) sums.assign(product.n / 2, 0.0f);

@@ -1,4 +1,6 @@
 // The fake NVRTC: checks its input, and compiles kernels with the host's compiler and device.hpp.
+#include <fcntl.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -215,32 +217,56 @@ static bool has_generic_lambda(const Program& program) {
     return false;
 }
 
-static int compile(const Judged& call, Program& program, const Target& target) {
+// Returns where the library of a source is kept, for kernels that run without the driver too. The name is an FNV-1a hash
+// of the source; the headers have a part in the folder's name.
+static std::string kept_library(const std::string& folder, const std::string& source) {
+    uint64_t hash = 0xcbf2'9ce4'8422'2325;
+    for (const char byte : source) hash = (hash ^ uint8_t(byte)) * 0x100'0000'01b3;
+    char name[32];
+    snprintf(name, sizeof name, "/%016llx-0.so", (unsigned long long)hash);
+    return folder + name;
+}
+
+// Compiles a program with the host's compiler. Returns the library, which is empty if the program is wrong.
+static std::string build(const Judged& call, Program& program, const std::string& kept) {
     // The command of the compiler, with its options, device.hpp and device.o.
     const char* const compiler = getenv("GAPLESS_DOUBLE_COMPILER");
-    if (compiler == nullptr) return call.breaks(NVRTC_INTERNAL, "it was not told of a compiler");
-    const char* const temporary = getenv("TMPDIR");
-    std::string folder = std::string(temporary == nullptr ? "/tmp" : temporary) + "/double-of-nvrtc-XXXXXX";
-    if (mkdtemp(folder.data()) == nullptr) return call.breaks(NVRTC_INTERNAL, "no folder %s", folder.c_str());
+    if (compiler == nullptr) return call.breaks(0, "it was not told of a compiler"), "";
+    std::string folder = kept + "/double-of-nvrtc-XXXXXX";
+    if (mkdtemp(folder.data()) == nullptr) return call.breaks(0, "no folder %s", folder.c_str()), "";
     bool is_written = write_file(folder + "/" + program.name, program.source);
     for (const auto& [name, text] : program.headers) is_written &= write_file(folder + "/" + name, text);
     const std::string command = std::string(compiler) + " -I '" + folder + "' '" + folder + "/" + program.name + "' -o '" +
                                 folder + "/binary' 2> '" + folder + "/log'";
-    const bool is_compiled = is_written && system(command.c_str()) == 0;
-    program.log = read_file(folder + "/log");
-    if (is_compiled) {
-        const std::string library = read_file(folder + "/binary");
-        Binary binary = {};
-        memcpy(binary.magic, Binary::MAGIC, sizeof binary.magic);
-        binary.architecture = unsigned(target.architecture);
-        binary.is_specific = target.is_specific;
-        binary.bytes = library.size();
-        program.binary = std::string((const char*)&binary, sizeof binary) + library;
+    std::string library;
+    if (is_written && system(command.c_str()) == 0) {
+        library = read_file(folder + "/binary");
+        rename((folder + "/binary").c_str(), kept_library(kept, program.source).c_str());
     }
+    program.log = read_file(folder + "/log");
     for (const auto& [name, text] : program.headers) unlink((folder + "/" + name).c_str());
     for (const std::string& name : {program.name, std::string("binary"), std::string("log")}) unlink((folder + "/" + name).c_str());
     rmdir(folder.c_str());
-    return is_compiled ? OK : NVRTC_COMPILATION;
+    return library;
+}
+
+static int compile(const Judged& call, Program& program, const Target& target) {
+    const char* const kept = getenv("GAPLESS_DOUBLE_KEPT");
+    if (kept == nullptr) return call.breaks(NVRTC_INTERNAL, "it was not told of a folder");
+    // Ranks often need the same kernel at the same time. One of them compiles it, and the others wait.
+    const int turn = open((kept_library(kept, program.source) + ".turn").c_str(), O_RDWR | O_CREAT, 0666);
+    flock(turn, LOCK_EX);
+    std::string library = read_file(kept_library(kept, program.source));
+    if (library.empty()) library = build(call, program, kept);
+    close(turn);
+    if (library.empty()) return NVRTC_COMPILATION;
+    Binary binary = {};
+    memcpy(binary.magic, Binary::MAGIC, sizeof binary.magic);
+    binary.architecture = unsigned(target.architecture);
+    binary.is_specific = target.is_specific;
+    binary.bytes = library.size();
+    program.binary = std::string((const char*)&binary, sizeof binary) + library;
+    return OK;
 }
 
 EXPORTED int nvrtcCompileProgram(void* handle, int count, const char* const* options) {
