@@ -60,7 +60,7 @@ impl Op for CrossEntropy {
                 let rows = targets.iter().zip(logits.chunks_exact(width));
                 for ((loss, lse), (&target, row)) in out.0.iter_mut().zip(out.1).zip(rows) {
                     let max = reduce::max(row);
-                    *lse = max + reduce::sum(row, |x| math::exp(x - max)).ln();
+                    *lse = max + reduce::sum(row, |x| math::exp_normal(x - max)).ln();
                     let all = if terms.spread == 0.0 { 0.0 } else { reduce::sum(row, |x| x) };
                     *loss = terms.loss(*lse, row[target as usize], all);
                 }
@@ -133,7 +133,7 @@ impl Op for CrossEntropyGrad {
                 let (lse, target) = (lse[index], targets[index] as usize);
                 let scale = super::element(d_loss, d_layout, index);
                 let (of_softmax, spread) = (terms.of_softmax(lse) * scale, terms.spread * scale);
-                vectorize!(row.iter_mut().for_each(|x| *x = math::exp(*x - lse) * of_softmax - spread));
+                vectorize!(row.iter_mut().for_each(|x| *x = math::exp_normal(*x - lse) * of_softmax - spread));
                 row[target] -= terms.keep * scale;
             }
         });

@@ -52,7 +52,7 @@ impl Op for Softmax {
             vectorize!({
                 for row in rows.chunks_exact_mut(width) {
                     let max = reduce::max(row);
-                    row.iter_mut().for_each(|x| *x = math::exp(*x - max));
+                    row.iter_mut().for_each(|x| *x = math::exp_normal(*x - max));
                     let scale = 1.0 / reduce::sum(row, |x| x);
                     row.iter_mut().for_each(|x| *x *= scale);
                 }

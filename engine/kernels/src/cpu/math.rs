@@ -15,18 +15,37 @@ const ROUND: f32 = 12_582_912.0;
 
 /// Returns eˣ within 1.1 ulp, or 2 ulp if the result is subnormal. The result is 0 below −104 and infinity above
 /// 88.73.
-///
-/// x is split into n·ln 2 + r with |r| ≤ ln 2 / 2. A polynomial of degree 6, fitted at Chebyshev nodes, approximates
-/// eʳ with a relative error of 1.0e-8.
 #[inline(always)]
 pub fn exp(x: f32) -> f32 {
-    const LN_2: f32 = std::f32::consts::LN_2;
-    /// ln 2 − [`LN_2`].
-    const LN_2_REST: f32 = -1.904_654_3e-9;
-
     // The limits are applied by comparisons, because `f32::min` and `f32::max` would replace a NaN.
     let x = if x > 89.0 { 89.0 } else { x };
     let x = if x < -104.0 { -104.0 } else { x };
+    let (power, rounded) = split(x);
+    // 2ⁿ is applied as a product of two powers, because n can be as large as 128 and as small as −150.
+    let n = rounded.to_bits().wrapping_sub(ROUND.to_bits()) as i32;
+    let half = n >> 1;
+    power * power_of_two(half) * power_of_two(n.wrapping_sub(half))
+}
+
+/// Returns [`exp`] of `x` with a quarter fewer operations, for softmax and its like, in which results that are not normal
+/// floats do not count: the result is 0 below −87.7 and infinity above 88.3.
+#[inline(always)]
+pub fn exp_normal(x: f32) -> f32 {
+    let x = if x > 89.0 { 89.0 } else { x };
+    let x = if x < -88.0 { -88.0 } else { x };
+    let (power, rounded) = split(x);
+    // The shift drops all bits of the sum but those of n. The powers for −127 and 128 are 0 and infinity.
+    power * f32::from_bits(rounded.to_bits().wrapping_add(127) << 23)
+}
+
+/// Splits x into n·ln 2 + r with |r| ≤ ln 2 / 2. Returns eʳ, and n + [`ROUND`].
+///
+/// A polynomial of degree 6, fitted at Chebyshev nodes, approximates eʳ with a relative error of 1.0e-8.
+#[inline(always)]
+fn split(x: f32) -> (f32, f32) {
+    const LN_2: f32 = std::f32::consts::LN_2;
+    /// ln 2 − [`LN_2`].
+    const LN_2_REST: f32 = -1.904_654_3e-9;
 
     let rounded = x.mul_add(std::f32::consts::LOG2_E, ROUND);
     let n = rounded - ROUND;
@@ -37,12 +56,7 @@ pub fn exp(x: f32) -> f32 {
     let q = q.mul_add(r, 0.041_666_554);
     let q = q.mul_add(r, 0.166_665_77);
     let q = q.mul_add(r, 0.5);
-    let power = (r * r).mul_add(q, r) + 1.0;
-
-    // 2ⁿ is applied as a product of two powers, because n can be as large as 128 and as small as −150.
-    let n = rounded.to_bits().wrapping_sub(ROUND.to_bits()) as i32;
-    let half = n >> 1;
-    power * power_of_two(half) * power_of_two(n.wrapping_sub(half))
+    ((r * r).mul_add(q, r) + 1.0, rounded)
 }
 
 /// 2ⁿ for −126 ≤ n ≤ 127.
@@ -67,15 +81,15 @@ pub fn tanh(x: f32) -> f32 {
     let p = p.mul_add(z, -0.333_333_3);
     let small = (magnitude * z).mul_add(p, magnitude);
 
-    let large = 1.0 - 2.0 / (exp(2.0 * magnitude) + 1.0);
+    let large = 1.0 - 2.0 / (exp_normal(2.0 * magnitude) + 1.0);
     let result = if magnitude < 0.625 { small } else { large };
     result.copysign(x)
 }
 
-/// The logistic function 1 / (1 + e⁻ˣ) within 3 ulp, down to its underflow at −88.7.
+/// The logistic function 1 / (1 + e⁻ˣ) within 3 ulp, down to its underflow at −88.3.
 #[inline(always)]
 pub fn sigmoid(x: f32) -> f32 {
-    1.0 / (1.0 + exp(-x))
+    1.0 / (1.0 + exp_normal(-x))
 }
 
 /// Returns (sin x, cos x) for |x| ≤ 2³², each within 3e-16.
@@ -151,7 +165,8 @@ mod tests {
     #[test]
     fn errors_stay_within_the_stated_ulps() {
         type Case = (&'static str, std::ops::RangeInclusive<f32>, fn(f32) -> f32, fn(f64) -> f64, f64);
-        let cases: [Case; 5] = [
+        let cases: [Case; 6] = [
+            ("exp_normal", -87.3..=88.3, exp_normal, f64::exp, 1.1),
             ("exp", -87.3..=88.72, exp, f64::exp, 1.1),
             ("exp, subnormal", -104.0..=-87.3, exp, f64::exp, 2.0),
             ("tanh", -20.0..=20.0, tanh, f64::tanh, 2.0),
@@ -166,7 +181,13 @@ mod tests {
 
     #[test]
     fn ends_of_the_range() {
-        let cases: [(f32, f32); 6] = [
+        let cases: [(f32, f32); 12] = [
+            (exp_normal(0.0), 1.0),
+            (exp_normal(-87.7), 0.0),
+            (exp_normal(-1e9), 0.0),
+            (exp_normal(f32::NEG_INFINITY), 0.0),
+            (exp_normal(88.4), f32::INFINITY),
+            (exp_normal(f32::INFINITY), f32::INFINITY),
             (exp(0.0), 1.0),
             (exp(f32::NEG_INFINITY), 0.0),
             (exp(f32::INFINITY), f32::INFINITY),
@@ -177,7 +198,7 @@ mod tests {
         for (got, expected) in cases {
             assert_eq!(got, expected);
         }
-        for f in [exp, tanh, sigmoid] {
+        for f in [exp, exp_normal, tanh, sigmoid] {
             assert!(f(f32::NAN).is_nan());
         }
         assert_eq!(tanh(-0.0).to_bits(), (-0.0f32).to_bits());
@@ -194,6 +215,8 @@ mod tests {
         });
         for (x, y) in x.iter().zip(&y) {
             assert_eq!((tanh(*x) + exp(*x)).to_bits(), y.to_bits(), "at {x}");
+            let is_normal = (-87.3..=88.3).contains(x);
+            assert!(!is_normal || exp_normal(*x).to_bits() == exp(*x).to_bits(), "at {x}");
         }
     }
 }

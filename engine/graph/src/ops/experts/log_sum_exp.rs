@@ -49,7 +49,7 @@ impl Op for LogSumExp {
         out.pieces_mut(rows).zip(args.input::<f32>(0).pieces(rows * width)).for_each(|(out, x)| {
             for (out, x) in out.iter_mut().zip(x.chunks_exact(width)) {
                 let max = reduce::max(x);
-                *out = max + reduce::sum(x, |x| math::exp(x - max)).ln();
+                *out = max + reduce::sum(x, |x| math::exp_normal(x - max)).ln();
             }
         });
     }

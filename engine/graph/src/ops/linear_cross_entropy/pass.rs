@@ -126,7 +126,7 @@ impl Chunks {
                             Some(cap) => {
                                 for x in logits.iter_mut() {
                                     let slope = 1.0 - (*x / cap) * (*x / cap);
-                                    *x = (math::exp(*x - max) * scale - spread) * slope;
+                                    *x = (math::exp_normal(*x - max) * scale - spread) * slope;
                                 }
                                 of_target *= 1.0 - (logit / cap) * (logit / cap);
                             }

@@ -40,7 +40,7 @@ impl RowStatistics {
         let max = reduce::max(logits);
         let all = if has_all { reduce::sum(logits, |x| x) } else { 0.0 };
         let sum = if keeps_logits {
-            reduce::sum(logits, |x| math::exp(x - max))
+            reduce::sum(logits, |x| math::exp_normal(x - max))
         } else {
             exponentials(logits, max);
             reduce::sum(logits, |x| x)
@@ -57,7 +57,7 @@ impl RowStatistics {
             merged.max = merged.max.max(of_rank[0]);
         }
         for of_rank in of_ranks() {
-            merged.sum += of_rank[1] * math::exp(of_rank[0] - merged.max);
+            merged.sum += of_rank[1] * math::exp_normal(of_rank[0] - merged.max);
             merged.logit += of_rank[2];
             merged.all += of_rank[3];
         }
@@ -75,7 +75,7 @@ impl RowStatistics {
 #[inline(always)]
 pub(super) fn exponentials(logits: &mut [f32], max: f32) {
     for x in logits.iter_mut() {
-        *x = math::exp(*x - max);
+        *x = math::exp_normal(*x - max);
     }
 }
 

@@ -230,26 +230,34 @@ impl<T: Factor> Task<'_, T> {
     ) {
         let &Self { job, operands, batch, .. } = self;
         let (row_kernels, columns) = (self.instructions.rows, self.seen(rows.end - 1, block));
-        for (i, query) in rows.enumerate() {
-            let visible = self.seen(query, block);
-            // SAFETY: as in `panel`.
-            unsafe {
-                let row = from_raw_parts_mut(scores.add(i * ROW_STRIDE), padded(columns));
+        let mut scale = if T::IS_BF16 { job.scale } else { 1.0 };
+        // SAFETY: as in `panel`.
+        unsafe {
+            let row = |i: usize| from_raw_parts_mut(scores.add(i * ROW_STRIDE), padded(columns));
+            if let Some(cap) = job.cap {
+                for i in 0..rows.len() {
+                    if scale != 1.0 {
+                        (row_kernels.scale)(row(i), scale);
+                    }
+                    (row_kernels.cap)(row(i), 1.0, cap);
+                }
+                scale = 1.0;
+            }
+            // All maxima come first: a row's exponentials wait for its maximum, and other rows do not.
+            let mut maxima = [None; PANEL_ROWS];
+            for (i, query) in rows.clone().enumerate() {
+                let visible = self.seen(query, block);
                 let hidden = job.first_key(operands.starts, batch, query).saturating_sub(block.keys.start);
                 if hidden >= visible {
-                    row.fill(0.0);
+                    row(i).fill(0.0);
                     continue;
                 }
-                let mut scale = if T::IS_BF16 { job.scale } else { 1.0 };
-                if let Some(cap) = job.cap {
-                    if scale != 1.0 {
-                        (row_kernels.scale)(row, scale);
-                        scale = 1.0;
-                    }
-                    (row_kernels.cap)(row, 1.0, cap);
-                }
-                row[..hidden].fill(f32::NEG_INFINITY);
-                let factor = (row_kernels.softmax)(row, visible, scale, &mut running[i]);
+                row(i)[..hidden].fill(f32::NEG_INFINITY);
+                maxima[i] = Some((row_kernels.max)(row(i), visible));
+            }
+            for (i, query) in rows.enumerate() {
+                let Some(max) = maxima[i] else { continue };
+                let factor = (row_kernels.softmax)(row(i), max, scale, &mut running[i]);
                 if !is_first && factor != 1.0 {
                     (row_kernels.scale)(out.row(query), factor);
                 }

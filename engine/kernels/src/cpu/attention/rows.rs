@@ -8,7 +8,7 @@ use half::bf16;
 use crate::cpu::Float;
 use crate::cpu::bf16::rounded;
 use crate::cpu::gemm::Factor;
-use crate::cpu::math::{exp, tanh};
+use crate::cpu::math::{exp_normal, tanh};
 use crate::cpu::simd::Level;
 
 /// The number of partial sums of a row. It is the same on every level, so the order of summation is the same too.
@@ -40,10 +40,12 @@ pub(super) struct Rows {
     pub scale_to_bf16: unsafe fn(x: &[f32], factor: f32, to: &mut [bf16]),
     dot_f32: unsafe fn(x: &[f32], y: &[f32]) -> f32,
     dot_bf16: unsafe fn(x: &[bf16], y: &[bf16]) -> f32,
-    /// Adds `scale` times a row's next scores, of which the first `visible` are valid, to the row's running softmax.
-    /// Replaces the scores by exponentials relative to the new maximum. Returns the factor that rescales earlier sums
-    /// to the new maximum.
-    pub softmax: unsafe fn(scores: &mut [f32], visible: usize, scale: f32, running: &mut Running) -> f32,
+    /// Returns the maximum of a row's scores, of which the first `visible` are valid. Replaces the others by −∞.
+    pub max: unsafe fn(scores: &mut [f32], visible: usize) -> f32,
+    /// Adds `scale` times a row's next scores, of which `max` is the maximum, to the row's running softmax. Replaces the
+    /// scores by exponentials relative to the new maximum. Returns the factor that rescales earlier sums to the new
+    /// maximum.
+    pub softmax: unsafe fn(scores: &mut [f32], max: f32, scale: f32, running: &mut Running) -> f32,
     /// Replaces scores by probabilities, given the row's log-sum-exp. The first `visible` scores are valid.
     pub probabilities: unsafe fn(scores: &mut [f32], visible: usize, scale: f32, lse: f32),
     /// Caps scores: x = `cap` · tanh(`factor` · x / `cap`).
@@ -124,27 +126,33 @@ fn dot<T: Float>(x: &[T], y: &[T]) -> f32 {
 }
 
 #[inline(always)]
-fn softmax(scores: &mut [f32], visible: usize, scale: f32, running: &mut Running) -> f32 {
-    let larger = |x: f32, y: f32| if x > y { x } else { y };
-    scores[visible..].fill(f32::NEG_INFINITY);
-    let (chunks, _) = scores.as_chunks_mut::<LANES>();
+fn larger(x: f32, y: f32) -> f32 {
+    if x > y { x } else { y }
+}
 
+#[inline(always)]
+fn max(scores: &mut [f32], visible: usize) -> f32 {
+    scores[visible..].fill(f32::NEG_INFINITY);
     let mut maxima = [f32::NEG_INFINITY; LANES];
-    for chunk in chunks.iter() {
+    for chunk in scores.as_chunks::<LANES>().0 {
         for lane in 0..LANES {
             maxima[lane] = larger(chunk[lane], maxima[lane]);
         }
     }
-    let max = larger(scale * fold(maxima, larger), running.max);
+    fold(maxima, larger)
+}
 
+#[inline(always)]
+fn softmax(scores: &mut [f32], max: f32, scale: f32, running: &mut Running) -> f32 {
+    let max = larger(scale * max, running.max);
     let mut sums = [0.0; LANES];
-    for chunk in chunks {
+    for chunk in scores.as_chunks_mut::<LANES>().0 {
         for lane in 0..LANES {
-            chunk[lane] = exp(scale * chunk[lane] - max);
+            chunk[lane] = exp_normal(scale * chunk[lane] - max);
             sums[lane] += chunk[lane];
         }
     }
-    let factor = exp(running.max - max);
+    let factor = exp_normal(running.max - max);
     *running = Running { max, sum: running.sum.mul_add(factor, fold(sums, |x, y| x + y)) };
     factor
 }
@@ -153,7 +161,7 @@ fn softmax(scores: &mut [f32], visible: usize, scale: f32, running: &mut Running
 fn probabilities(scores: &mut [f32], visible: usize, scale: f32, lse: f32) {
     scores[visible..].fill(f32::NEG_INFINITY);
     for score in scores {
-        *score = exp(score.mul_add(scale, -lse));
+        *score = exp_normal(score.mul_add(scale, -lse));
     }
 }
 
@@ -291,8 +299,12 @@ macro_rules! level {
                 unsafe { super::pair(first, second, len, to) }
             }
             $(#[target_feature(enable = $feature)])?
-            unsafe fn softmax(scores: &mut [f32], visible: usize, scale: f32, running: &mut Running) -> f32 {
-                super::softmax(scores, visible, scale, running)
+            unsafe fn max(scores: &mut [f32], visible: usize) -> f32 {
+                super::max(scores, visible)
+            }
+            $(#[target_feature(enable = $feature)])?
+            unsafe fn softmax(scores: &mut [f32], max: f32, scale: f32, running: &mut Running) -> f32 {
+                super::softmax(scores, max, scale, running)
             }
             $(#[target_feature(enable = $feature)])?
             unsafe fn probabilities(scores: &mut [f32], visible: usize, scale: f32, lse: f32) {
@@ -322,6 +334,7 @@ macro_rules! level {
                 scale_to_bf16,
                 dot_f32,
                 dot_bf16,
+                max,
                 softmax,
                 probabilities,
                 cap,
