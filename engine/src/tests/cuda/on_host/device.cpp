@@ -18,7 +18,7 @@ namespace {
 
 // A place at which a fiber or the scheduler goes on. GCC's own jumps save fewer registers than those of the C library, and
 // unwind nothing.
-#if defined(__GNUC__) && !defined(__clang__)
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 using Place = void* [5];
 #define SET_PLACE(place) __builtin_setjmp(place)
 #define GO_TO(place) go_to(place)
