@@ -7,6 +7,7 @@
 #include <string.h>
 #include <ucontext.h>
 
+#include <deque>
 #include <memory>
 #include <string>
 #include <vector>
@@ -76,11 +77,11 @@ struct Fiber {
     // Number of votes so far.
     unsigned votes;
     // Copies that have not been waited for, and the number of groups that were closed.
-    std::vector<AsyncCopy> copies;
+    std::deque<AsyncCopy> copies;
     unsigned groups;
     // Products that have not been waited for, the number of groups that were closed, and a hash of all products, which
     // must be equal in the whole warpgroup.
-    std::vector<WarpgroupProduct> products;
+    std::deque<WarpgroupProduct> products;
     unsigned product_groups;
     unsigned long long history;
     // `has_fenced_registers`: registers were fenced since products were last waited for. `has_fenced_memory`: shared
@@ -356,14 +357,12 @@ void copy_async(void* to, const void* from, unsigned count) {
 void close_copies() { ++device.fiber().groups; }
 
 void wait_for_copies(unsigned but) {
-    std::vector<AsyncCopy>& copies = device.fiber().copies;
+    std::deque<AsyncCopy>& copies = device.fiber().copies;
     device.fiber().has_fenced_memory = false;
-    auto next = copies.begin();
-    for (; next != copies.end() && next->group + but < device.fiber().groups; ++next) {
-        memcpy(next->to, next->from, next->count);
-        memset((char*)next->to + next->count, 0, 16 - next->count);
+    for (; !copies.empty() && copies.front().group + but < device.fiber().groups; copies.pop_front()) {
+        memcpy(copies.front().to, copies.front().from, copies.front().count);
+        memset((char*)copies.front().to + copies.front().count, 0, 16 - copies.front().count);
     }
-    copies.erase(copies.begin(), next);
 }
 
 unsigned shared_address(const void* at) { return Device::WINDOW + unsigned((const unsigned char*)at - device.shared.data()); }
@@ -449,7 +448,7 @@ void start_product(float* d, unsigned n, const unsigned* registers, unsigned lon
 void wait_for_products(unsigned but) {
     Fiber& fiber = device.fiber();
     fiber.has_fenced_registers = false;
-    for (; !fiber.products.empty() && fiber.products.front().group + but < fiber.product_groups; fiber.products.erase(fiber.products.begin())) {
+    for (; !fiber.products.empty() && fiber.products.front().group + but < fiber.product_groups; fiber.products.pop_front()) {
         WarpgroupProduct& product = fiber.products.front();
         std::vector<float> sums = product.before;
         if (!product.adds) sums.assign(product.n / 2, 0.0f);

@@ -227,39 +227,36 @@ static std::string kept_library(const std::string& folder, const std::string& so
     return folder + name;
 }
 
-// Compiles a program with the host's compiler. Returns the library, which is empty if the program is wrong.
-static std::string build(const Judged& call, Program& program, const std::string& kept) {
+// Compiles a program with the host's compiler, and puts the library at `to`, which is in `kept`.
+static int build(const Judged& call, Program& program, const std::string& kept, const std::string& to) {
     // The command of the compiler, with its options, device.hpp and device.o.
     const char* const compiler = getenv("GAPLESS_DOUBLE_COMPILER");
-    if (compiler == nullptr) return call.breaks(0, "it was not told of a compiler"), "";
+    if (compiler == nullptr) return call.breaks(NVRTC_INTERNAL, "it was not told of a compiler");
     std::string folder = kept + "/double-of-nvrtc-XXXXXX";
-    if (mkdtemp(folder.data()) == nullptr) return call.breaks(0, "no folder %s", folder.c_str()), "";
+    if (mkdtemp(folder.data()) == nullptr) return call.breaks(NVRTC_INTERNAL, "no folder %s", folder.c_str());
     bool is_written = write_file(folder + "/" + program.name, program.source);
     for (const auto& [name, text] : program.headers) is_written &= write_file(folder + "/" + name, text);
     const std::string command = std::string(compiler) + " -I '" + folder + "' '" + folder + "/" + program.name + "' -o '" +
                                 folder + "/binary' 2> '" + folder + "/log'";
-    std::string library;
-    if (is_written && system(command.c_str()) == 0) {
-        library = read_file(folder + "/binary");
-        rename((folder + "/binary").c_str(), kept_library(kept, program.source).c_str());
-    }
+    const bool is_compiled = is_written && system(command.c_str()) == 0 && rename((folder + "/binary").c_str(), to.c_str()) == 0;
     program.log = read_file(folder + "/log");
     for (const auto& [name, text] : program.headers) unlink((folder + "/" + name).c_str());
     for (const std::string& name : {program.name, std::string("binary"), std::string("log")}) unlink((folder + "/" + name).c_str());
     rmdir(folder.c_str());
-    return library;
+    return is_compiled ? OK : NVRTC_COMPILATION;
 }
 
 static int compile(const Judged& call, Program& program, const Target& target) {
     const char* const kept = getenv("GAPLESS_DOUBLE_KEPT");
     if (kept == nullptr) return call.breaks(NVRTC_INTERNAL, "it was not told of a folder");
+    const std::string path = kept_library(kept, program.source);
     // Ranks often need the same kernel at the same time. One of them compiles it, and the others wait.
-    const int turn = open((kept_library(kept, program.source) + ".turn").c_str(), O_RDWR | O_CREAT, 0666);
+    const int turn = open((path + ".turn").c_str(), O_RDWR | O_CREAT, 0666);
     flock(turn, LOCK_EX);
-    std::string library = read_file(kept_library(kept, program.source));
-    if (library.empty()) library = build(call, program, kept);
+    const int status = access(path.c_str(), R_OK) == 0 ? OK : build(call, program, kept, path);
     close(turn);
-    if (library.empty()) return NVRTC_COMPILATION;
+    if (status != OK) return status;
+    const std::string library = read_file(path);
     Binary binary = {};
     memcpy(binary.magic, Binary::MAGIC, sizeof binary.magic);
     binary.architecture = unsigned(target.architecture);
